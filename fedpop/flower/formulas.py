@@ -18,8 +18,9 @@ import torch
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.federation.participation import Everyone
 from fedpop.files import writable_folder, write_bytes, write_json
-from fedpop.flower.outcome import FEDERATION, OUTCOME
+from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.server_folder import FIT, OUTCOME, PRINTED
 from fedpop.flower.site import SiteExperiment, read_theta
 from fedpop.flower.transport import Transport
 from fedpop.message import Tensors
@@ -36,7 +37,7 @@ log = logging.getLogger("fedpop.server")
 
 WORDS = ("formula", "family", "method", "weights", "levels", "contrasts", "min_count", "missing", "na")
 """What ``[model]`` has where a federation is about a formula, as ``mixed_model`` has these words."""
-FIT, SUMMARY, PRINTED = "fit", "fit.json", "fit.txt"
+SUMMARY = "fit.json"
 """In the run's folder: the fit for ``fedpop.load``, its numbers as ``fedpop fit --json`` writes them, and
 what ``print`` shows."""
 DESCRIBED = "described"

@@ -32,12 +32,13 @@ from fedpop.flower.transport import Enough, Transport
 from fedpop.keys import Key
 from fedpop.message import Channel, Message, Tensors, Total
 from fedpop.methods.asking import describe_question
-from fedpop.methods.base import Algorithm, Round, guard_for
+from fedpop.methods.base import Algorithm, Round, guard_for, units_guard_for
 from fedpop.run.members import Asking, Members
 from fedpop.run.settings import Settings
 from fedpop.settings import describe
 from fedpop.site.store import LocalStore
 from fedpop.site.study import Study
+from fedpop.site.work import WITHHELD_UNITS
 
 log = logging.getLogger("fedpop.server")
 
@@ -384,6 +385,7 @@ class RemoteMembers(Members):
             )
         self._round, self._asked = round.number, set(requests)
         guard = guard_for(method, round.broadcast, len(requests))
+        units = units_guard_for(method, round.broadcast, self.units)
         kind = method.model.initial_phi().dtype
         aggregated = self._messages.aggregate(
             "train",
@@ -395,6 +397,7 @@ class RemoteMembers(Members):
             weights=weights,
             ratio=active.ratio,
             guard=guard,
+            units=units,
             examples={n: examples_in(self.sites[n], part) for n, part in parts.items()},
             sends=method.sends,
         )
@@ -491,6 +494,8 @@ class RemoteMembers(Members):
             for name, reply in sorted(replies.items()):  # whose vectors are not everyone's
                 log.info("%s, %s: %s", name, question.name, "; ".join(reply.payloads))
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
+        multiple = None if asking.method is None else asking.method.guard
+        guard = question.guard(multiple) if multiple is not None and question.guarded else None
         aggregated = self._messages.aggregate(
             question.name,
             Channel(),
@@ -500,18 +505,24 @@ class RemoteMembers(Members):
             of=everyone,
             varied=question.varied,
             sends=question.sends,
+            guard=guard,
+            examples={n: self.sites[n].examples for n in names},
+            possible=None if guard is None else question.possible,
         )
         place = positions(self.sites) | {name: part.ids for name, part in parts.items()}
         total = self._located({name: place[name] for name in names}, aggregated)
         reasons = self._transport.reasons | aggregated.reasons
         of = sum(len(place[n]) for n in names)
-        if not asking.late and total.count < question.quorum * of:
+        withheld = len(total.suspects) + total.numbers.get(WITHHELD_UNITS, 0.0)
+        if not asking.late and total.count + withheld < question.quorum * of:
             whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
                 f"{question.name}: {total.count} of {of} units could answer, not enough ({whose})"
             )
         for name in names:
             self.sites[name].answer(question.name, counted=name not in reasons, read=name in aggregated.read)
+        if question.excludes:
+            self._leave_out(aggregated.suspects)
         if question.lasting:
             total = self._lasting[question.name] = _together(self._lasting.get(question.name), total)
         numbers = {**total.numbers, "bytes_down": float(len(names) * _size(asked))}
@@ -519,6 +530,12 @@ class RemoteMembers(Members):
             return question.finish(known, total), replace(total, numbers=numbers)
         except (DataError, SettingsError) as error:
             raise type(error)(f"{error}{_unlike(replies) if question.varied else ''}") from error
+
+    def _leave_out(self, names: Collection[str]) -> None:
+        """These sites take no further part."""
+        self._outside |= frozenset(names)
+        for name in names:
+            del self.sites[name]
 
     def newcomers(self) -> list[str]:
         """Who is here and has not answered what lasts of the questions before the rounds, until enough of
@@ -550,6 +567,7 @@ class RemoteMembers(Members):
             "sites": {n: asdict(s) for n, s in self.sites.items()},
             "forms": self._messages.forms,
             "best": self._best,
+            "outside": sorted(self._outside),
             "late": self._transport.late,
             "lasting": {question: total.count for question, total in self._lasting.items()},
         }
@@ -558,6 +576,7 @@ class RemoteMembers(Members):
 
     def restore(self, state: Tensors) -> None:
         plain, known = json.loads(bytes(state["elsewhere"].tolist())), site_records_of(state)
+        self._outside = frozenset(plain["outside"])
         self.sites = known | {n: s for n, s in self.sites.items() if n not in known}
         self._messages.forms, self._best, self._transport.late = plain["forms"], plain["best"], plain["late"]
         for question, count in plain["lasting"].items():

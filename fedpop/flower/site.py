@@ -22,6 +22,7 @@ from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.files import parse_bytes, read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.ledger import Ledger
+from fedpop.flower.processes import locked
 from fedpop.flower.records import entry_of
 from fedpop.flower.requests import (
     TRIAL,
@@ -33,12 +34,12 @@ from fedpop.flower.requests import (
     why_not_understood,
 )
 from fedpop.flower.site_folder import SETTINGS, read_secret, read_site
-from fedpop.flower.site_state import SiteState, locked
+from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
-from fedpop.mixed import gaussian, groups, quadrature
+from fedpop.mixed import gaussian, groups, laplace, quadrature
 from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
@@ -48,7 +49,7 @@ from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan
 from fedpop.site.refusal import Code, Refusal
-from fedpop.site.sites import Sites
+from fedpop.site.sites import OUTSIDE, Sites
 from fedpop.site.store import LocalStore
 from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
@@ -58,7 +59,7 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-QUESTIONS = (groups, gaussian, quadrature, validation)
+QUESTIONS = (groups, gaussian, laplace, quadrature, validation)
 """Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
@@ -352,6 +353,9 @@ class SiteExperiment:
         if message.withheld is not None:
             message = replace(message, payloads={})
             log.warning("%s: round %d: %s", self.name, number, WITHHELD)
+        if work.odd is not None and bool(work.odd.any()):
+            whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
+            log.warning("%s: round %d: out of all proportion, left out: %s", self.name, number, whom)
         header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
         reply = headed(header, message)
         state.before, state.after = self._both_sides(sites, work, now)
@@ -398,8 +402,15 @@ class SiteExperiment:
         plan, personal = asking.models_at(sites, self.plan)
         asked = question.ask(known) if models is not None else _part("asked.", request.tensors)
         among = self._ids(header.get("units"))
-        (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True)
+        method = self.study.algorithm
+        guard = None if method is None else method.guard
+        (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True, guard=guard)
         work.settle(work.message.received)
+        if work.odd is not None and bool(work.odd.any()):
+            whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
+            log.warning("%s: %s: out of all proportion, left out: %s", self.name, question.name, whom)
+        if question.excludes and work.odd is not None:
+            sites.updates.append((work.ids, {OUTSIDE: work.odd}))
         if sites.updates:
             for side in {id(s): s for s in (state.before, state.after)}.values():
                 for ids, states in sites.updates:

@@ -10,11 +10,9 @@ from typing import Any
 
 from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, read_bytes, read_json
-from fedpop.flower.deployment import AFTERWARDS
-from fedpop.flower.outcome import OUTCOME
 from fedpop.flower.present import PRESENT, read_present
-from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_state import is_locked
+from fedpop.flower.processes import is_locked
+from fedpop.flower.server_folder import AFTERWARDS, OUTCOME, ServerFolder
 from fedpop.run.progress import human_bytes
 
 NEEDED = {"round": int, "asked": int, "left_out": list, "bytes_up": int | float, "bytes_down": int | float}
@@ -104,7 +102,6 @@ def _sites(
     folder: ServerFolder, lines: Sequence[Mapping[str, Any]], waiting: Collection[str]
 ) -> list[dict[str, Any]]:
     """Each site that was admitted, or was heard: when, and what was wrong last."""
-    names = {key.stem for key in folder.admitted.glob("*.pub")}
     received, count = dict[str, int](), Counter[str]()
     for line in lines:
         received |= dict.fromkeys(line.get("heard", []), line["round"])
@@ -119,7 +116,7 @@ def _sites(
             "why": last.get("reasons", {}).get(name),
             "waited_for": name in waiting,
         }
-        for name in sorted({*names, *received, *last.get("reasons", {})})
+        for name in sorted({*folder.names, *received, *last.get("reasons", {})})
     ]
 
 

@@ -26,6 +26,7 @@ from fedpop.mixed.gaussian import GaussianEngine, Taylor
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile, two_sided
 from fedpop.mixed.nesting import CELLS, RowOrder, Tree, spans
+from fedpop.mixed.outliers import unusual_groups
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
 from fedpop.mixed.quadrature import Local, QuadratureEngine
 from fedpop.mixed.response import response_columns, response_of
@@ -337,6 +338,12 @@ class MixedFit:
         local = Local.of(everyone, self.units, self.family_here)
         u, _ = local.modes((local.x @ point.b).unsqueeze(1) + local.offset, local.z @ point.factor)
         return {self.group: u @ point.factor.mT @ self.units.random_map.mT}
+
+    @cached_property
+    def unusual(self) -> list[str]:
+        """Groups whose effects are out of all proportion to the others', hundreds of times the median in
+        squares: none was left out. At sites nobody but they can tell."""
+        return [] if self.groups.members.federation is None else unusual_groups(self)
 
     @cached_property
     def _level_effects(self) -> list[tuple[Tensor, Tensor]]:

@@ -28,7 +28,7 @@ from fedpop.mixed.groups import Groups, agreed, coordinates
 from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import quadrature
 from fedpop.mixed.study import SITE, FormulaStudy
-from fedpop.mixed.summary import rank_deficient
+from fedpop.mixed.summary import out_of_proportion, rank_deficient
 from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_csv
 from fedpop.run.members import LocalMembers, Members
 
@@ -136,6 +136,8 @@ def mixed_model(
     study = FormulaStudy.from_text(formula, family, weights, missing, na)
     settings.engine_for(study)
     fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
+    if fit.unusual:
+        warn_user(f"{out_of_proportion(fit.unusual)}; none was left out: look at the rows' units")
     return replace(fit, seconds=time.perf_counter() - started, again=partial(mixed_model, **given))
 
 

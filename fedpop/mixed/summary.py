@@ -51,6 +51,8 @@ def summary(fit: MixedFit) -> str:
         "",
         f"{_sentence(fit.convergence)} ({fit.rounds} rounds, {fit.outcome.engine})",
     ]
+    if fit.unusual:
+        lines.append(out_of_proportion(fit.unusual))
     if fit.singular:
         lines.append("boundary (singular) fit: a variance is zero or a correlation is one; see fit.singular")
     return "\n".join(lines)
@@ -66,6 +68,16 @@ def rank_deficient(dropped: Sequence[str]) -> str:
     return (
         f"fixed-effect model matrix is rank deficient, so dropped {len(dropped)} {what}: {', '.join(dropped)}"
     )
+
+
+def out_of_proportion(groups: Sequence[str]) -> str:
+    """Which groups move everyone's estimates.
+
+    >>> out_of_proportion(["site 'b'"])
+    "effects out of all proportion to the other groups', which move everyone's estimates: site 'b'"
+    """
+    named = ", ".join(groups[:5]) + (f", and {len(groups) - 5} more" if len(groups) > 5 else "")
+    return f"effects out of all proportion to the other groups', which move everyone's estimates: {named}"
 
 
 def _sentence(words: str) -> str:
