@@ -730,14 +730,15 @@ class MixedFit:
         """Whether theta has converged, and groups' chains have mixed."""
         return self.population.diagnostics()
 
-    def plot(self, kind: str = "effects") -> Figure:
+    def plot(self, kind: str = "effects", level: float = 0.9) -> Figure:
         """A figure of the fit.
 
         Args:
             kind: ``"effects"`` (the default, a caterpillar), ``"lines"`` (fitted lines by group),
                 ``"trace"``, or ``"residuals"`` (along fitted values, and by quantiles), where the rows are.
+            level: Of the caterpillar's intervals, 0.9 by default.
         """
-        return figures.drawn(self, kind)
+        return figures.drawn(self, kind, level)
 
     def save(self, path: str | Path) -> Path:
         """Write the fit to a folder, for ``fedpop.load``; rows and groups' posteriors stay where they are.

@@ -25,6 +25,7 @@ from fedpop.mixed.bases import (
     spline,
     without_sums,
 )
+from fedpop.mixed.common_key import compared_names
 from fedpop.mixed.coordinates import Coordinates, columns, everyone
 from fedpop.mixed.design import INTERCEPT, Design, Wanted, scale_name
 from fedpop.mixed.nesting import Tree
@@ -59,6 +60,9 @@ class Groups:
     """Rows of all groups, once they were counted."""
     counts: tuple[int, ...] = ()
     """Groups of each grouping factor, the innermost first; counted then, too."""
+    compared: int | None = None
+    """Groups whose names were compared between sites, under a key that these have in common; None where all
+    are on one machine."""
     rounds: int = 0
     bytes_up: int = 0
 
@@ -122,7 +126,7 @@ def agreed(
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)
-    design = Design.agreed(formula, summary, levels, minimum, contrasts)
+    design = Design.agreed(formula, summary, levels, minimum, contrasts, members.federation is None)
     if wanted.bases:
         design = replace(design, bases=_bases(groups, wanted, design, minimum, many))
     response = groups.study.response
@@ -134,7 +138,7 @@ def agreed(
         design = replace(design, outcomes=tuple(found.names))
     groups.update_study(replace(groups.study, design=design))
     if members.federation is None:
-        _require_apart(members, formula.group)
+        groups.compared = compared_names(members, formula.group)
     return design
 
 
@@ -172,19 +176,6 @@ def _bases(groups: Groups, wanted: Wanted, design: Design, minimum: int, many: b
             of = counts[bins_of(scale_name(call.inner.text))]
             found[call.text] = spline(call, ends[call.text], of, minimum)
     return found
-
-
-def _require_apart(members: Members, group: str) -> None:
-    """Raise where a group is at two sites: its rows would count as two groups'."""
-    roster = members.roster
-    order = roster.units.argsort(stable=True)
-    twice = (roster.units[order].diff() == 0).nonzero().squeeze(1)
-    if len(twice):
-        at = [roster.names[int(order[i])] for i in (int(twice[0]), int(twice[0]) + 1)]
-        raise DataError(
-            f"{len(twice)} group(s) of {group!r} are at two sites, the first of them at {at[0]} and {at[1]}: "
-            "each group is at one; give different groups different names, or move the rows together"
-        )
 
 
 @dataclass(frozen=True)
