@@ -46,8 +46,7 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
         value_discretization_interval=LOSS_STEP
     )
     accountant.compose(_event(accounting, sigma, share), rounds)
-    spent: float = accountant.get_epsilon(delta)
-    return spent
+    return float(accountant.get_epsilon(delta))
 
 
 def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
@@ -59,8 +58,7 @@ def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float) -> floa
     if rounds == 0:
         return 0.0
     accountant = library("dp_accounting.rdp.rdp_privacy_accountant", "privacy", _WHAT)
-    spent: float = accountant.compute_epsilon(ORDERS, rounds * _renyi(sigma, share), delta)[0]
-    return spent
+    return float(accountant.compute_epsilon(ORDERS, rounds * _renyi(sigma, share), delta)[0])
 
 
 @lru_cache(maxsize=64)

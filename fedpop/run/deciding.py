@@ -34,7 +34,7 @@ def decisions_of(run: Run) -> tuple[Decision, ...]:
     found: dict[str, Decision] = {}
     own = () if hierarchy is None else _of_settings(run, hierarchy)
     parts = decided(method, method.model, None if hierarchy is None else hierarchy.prior)
-    for decision in (*_engine(run), *parts, *own, *_of_rounds(run), *stages.decisions(run), *_threads(run)):
+    for decision in (*_engine(run), *parts, *own, *_of_rounds(run), *stages.decisions(run), run.threading):
         found.setdefault(decision.what, decision)
     return tuple(found.values())
 
@@ -63,12 +63,6 @@ def _of_settings(run: Run, hierarchy: Hierarchy) -> Iterator[Decision]:
         size = model.z_layout.size
         draws = f"{final.chains} chains of {final.each(size)} draws"
         yield Decision("final pass", draws, f"z has {size} dimension(s)")
-
-
-def _threads(run: Run) -> Iterator[Decision]:
-    """How many there are, where more of them might have been."""
-    if run.settings.threads is None and run.threading.chosen != "1":
-        yield run.threading
 
 
 def threading(run: Run) -> Decision:
@@ -113,6 +107,11 @@ def _of_rounds(run: Run) -> Iterator[Decision]:
     if rounds := 0 if staged is None else staged.warm_up(first):
         noise = f"falls to its value over the first {rounds} rounds"
         yield Decision("noise variance", noise, f"it was given, and the first stage has {first} rounds")
+    for name, asked in run.doubted.items():
+        because = (
+            f"its answers to {', '.join(dict.fromkeys(asked))} were out of all proportion to the others'"
+        )
+        yield Decision("left out before the rounds", name, because, unusual=True)
     if method.guard is not None and guard_for(method, {}, guard.MESSAGES_FOR_A_MEDIAN) is not None:
         roster = run.members.roster
         sites = len(roster) if roster.sites is None else len(roster.sites.unique())
