@@ -224,7 +224,7 @@ def fit(root: Path, about: Mapping[str, str], insecure: bool, say: Say) -> None:
     done = ServerFolder(folder.root, name)
     if (read_state(done) or {}).get("state") != "finished":
         run(root, insecure, say, fit=name)
-    say(read_bytes(done.run / PRINTED).decode())
+    say(f"\n{read_bytes(done.run / PRINTED).decode()}")
 
 
 def run(root: Path, insecure: bool, say: Say, stock: bool = False, fit: str = "") -> None:

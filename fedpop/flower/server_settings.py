@@ -13,7 +13,7 @@ name                          what the experiment is called
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,10 @@ def deployment(folder: ServerFolder) -> Deployment | FormulaDeployment:
         about = read_toml(path, "fedpop server fit makes it")
         kept = {n: plain[n] for n in ("name", "sites", "server") if n in plain}
         plain = kept | {"model": about, "run": {"seed": plain.get("run", {}).get("seed", 0)}}
-    return deployment_of(path, plain, folder.experiment(), folder.run)
+    found = deployment_of(path, plain, folder.experiment(), folder.run)
+    if isinstance(found, FormulaDeployment) and found.terms.begin is None:
+        found = replace(found, whom=sorted(key.stem for key in folder.admitted.glob("*.pub")))
+    return found
 
 
 def deployment_of(

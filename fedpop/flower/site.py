@@ -33,18 +33,20 @@ from fedpop.flower.requests import (
     refusal,
     why_not_understood,
 )
-from fedpop.flower.site_folder import SETTINGS, read_secret, read_site
+from fedpop.flower.site_folder import SETTINGS, read_common_key, read_secret, read_site
 from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
-from fedpop.mixed import gaussian, groups, laplace, quadrature
+from fedpop.mixed import common_key, gaussian, groups, laplace, quadrature, scored
+from fedpop.mixed.common_key import CommonKey
 from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.population import Population
 from fedpop.questions import Question
+from fedpop.questions.schema import ColumnSquares, ColumnTotals
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan
@@ -59,7 +61,7 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-QUESTIONS = (groups, gaussian, laplace, quadrature, validation)
+QUESTIONS = (groups, common_key, gaussian, laplace, quadrature, scored, validation)
 """Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
@@ -234,7 +236,17 @@ class SiteExperiment:
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
         description = read_sealed(self.folder / DESCRIPTION, "a study's description")
         self._require_module(description["study"])
-        return study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+        study = study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+        if isinstance(study, FormulaStudy):
+            key = CommonKey(read_common_key(self.site.folder), self._tell_shared)
+            study = replace(study, common_key=key)
+        return study
+
+    def _tell_shared(self, hashes: Sequence[int]) -> None:
+        """Only this site's log says which groups are at another site, too."""
+        names = dict(zip(self.federation.units.tolist(), self.federation.names, strict=True))
+        each = ", ".join(repr(names[one]) for one in hashes)
+        log.error("%s: groups that are at another site, too: %s", self.name, each)
 
     def _require_module(self, study: Mapping[str, Any]) -> None:
         """A server names no code that the site's own settings do not."""
@@ -262,26 +274,33 @@ class SiteExperiment:
     def unit_data(self) -> UnitData:
         """This site's data as the study has them."""
         data = self.study.read(self.site.data)
-        if isinstance(self.study, FormulaStudy) and self.study.design is not None:
+        if isinstance(self.study, FormulaStudy):
             self._check_design(self.study, data)
         return self.study.unit_data(data)
 
     def _check_design(self, study: FormulaStudy, rows: Rows) -> None:
         """What a design would show of few rows is not answered, alone or beside those answered before, which
         are at this site. A design that was checked is stored before anything made of it leaves."""
+        if study.design is None:
+            self.site.small_counts.check_scaled(study, rows, self._answered())
+            return
         found, file = design_columns(study, rows).tensors(), self.folder / COLUMNS
         if file.exists():
             stored = read_tensors(file)
             if stored.keys() == found.keys() and all(torch.equal(stored[n], v) for n, v in found.items()):
                 return
+        self.site.small_counts.check(study, rows, self._answered())
+        write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
+        write_tensors(file, found)
+        log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
+
+    def _answered(self) -> dict[str, DesignColumns]:
+        """Designs that this site has answered, by their formulas."""
         earlier = dict[str, DesignColumns]()
         for other in sorted(self.folder.parent.glob(f"*/{COLUMNS}")):
             description = read_sealed(other.with_name(FORMULA), "an answered formula")
             earlier[str(description["formula"])] = DesignColumns.read(read_tensors(other))
-        self.site.small_counts.check(study, rows, earlier)
-        write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
-        write_tensors(file, found)
-        log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
+        return earlier
 
     @property
     def federation(self) -> Federation:
@@ -389,7 +408,7 @@ class SiteExperiment:
     def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
-        question = _question(header["description"], request.tensors, self.study)
+        question = self._untelling(_question(header["description"], request.tensors, self.study))
         self.site.allowed.require_question(question)
         self._require_rows(question)
         state = self.stored_state(last_counted)
@@ -419,6 +438,16 @@ class SiteExperiment:
             state.write(self.state_file)
         about = {"site": self.site.name, "experiment": self.name, "question": question.name}
         return headed(about, work.message)
+
+    def _untelling(self, question: Question[Any]) -> Question[Any]:
+        """The question with this site's own minimum, where a formula's asks for smaller cells. (Outcomes are
+        told: sums of the response tell as much.)"""
+        study, least = self.study, self.site.small_counts.minimum
+        if not isinstance(study, FormulaStudy) or not isinstance(question, ColumnTotals | ColumnSquares):
+            return question
+        if isinstance(question, ColumnTotals) and question.categorical == (study.response,):
+            return question
+        return replace(question, minimum=max(question.minimum, least))
 
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows reveal the rows: they are not sent."""

@@ -92,6 +92,9 @@ VECTORS: Mapping[str, Sent] = {
     "d1": Sent("those of the log-determinants"),
     "s2": Sent("second derivatives of what is left"),
     "d2": Sent("those of the log-determinants"),
+    "start *": Sent("the same sums at the stage's first theta, where rounds close on a quorum"),
+    "bins": Sent("sites that have a group in a bin, addressed by HMAC(their common key, its name)"),
+    "keys": Sent("groups of sites that have such a key, by a keyed hash that says which key it is"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
         "rows, sums and squares of a column, rows in which it is missing, rows of a level and its place in "

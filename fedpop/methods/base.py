@@ -177,6 +177,8 @@ class Algorithm(Setting, ABC):
     """Local state that must never be in a message."""
     uncertainty: ClassVar[bool] = False
     """Predictions integrate over parameters; otherwise intervals hold noise only, and say so."""
+    of_classes: ClassVar[bool] = False
+    """Targets have to be classes."""
     participation: ClassVar[str] = "any"
     """Who may take part in a round: ``any``, ``full`` (everyone, always) or ``one`` (a relay)."""
     guarded: ClassVar[tuple[str, ...]] = ()

@@ -194,7 +194,7 @@ LARGEST_NEWTON = 12
 """Parameters up to which every evaluation has the Hessian with it: fewer rounds, each with more numbers."""
 
 POLISHING_STEPS = 3
-POLISHED_NATS = 1e-14
+POLISHED_NATS = 1e-18
 
 Evaluation = tuple[float, Tensor, Tensor | None]
 
@@ -262,13 +262,14 @@ def _polished(
         promised = 0.5 * float(slope @ step)
         if int(info) or not 0 < promised < FIT_NATS:
             break
+        gain = promised
+        if gain < POLISHED_NATS:
+            break
         moved = at(x - step, True)
         trace.append(moved[0])
         if moved[2] is None or not moved[0] <= value + 1e-12 * abs(value):
             break
-        x, value, slope, hessian, gain = x - step, moved[0], moved[1], moved[2], promised
-        if promised < POLISHED_NATS:
-            break
+        x, value, slope, hessian = x - step, moved[0], moved[1], moved[2]
     return x, value, hessian, gain
 
 

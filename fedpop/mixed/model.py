@@ -19,7 +19,7 @@ from fedpop.federation.participation import Said
 from fedpop.federation.table_format import MINIMUM
 from fedpop.files import write_json
 from fedpop.message import Choice
-from fedpop.mixed import sampled
+from fedpop.mixed import sampled, scored
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.engine import Engine, Estimates
 from fedpop.mixed.fit import MixedFit
@@ -29,7 +29,7 @@ from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import quadrature
 from fedpop.mixed.study import SITE, FormulaStudy
 from fedpop.mixed.summary import out_of_proportion, rank_deficient
-from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_csv
+from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_file
 from fedpop.run.members import LocalMembers, Members
 
 METHODS = ("ML", "REML")
@@ -66,7 +66,7 @@ def mixed_model(
         formula: As lme4 writes it: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
             ``(1 | hospital/patient)`` for nested groups, ``(1 | site)`` for the sites themselves,
             ``cbind(hits, misses)`` for binomials, ``factor()``, ``log()``, ``I(x^2)``, ``offset()``.
-        data: A data frame, columns by name, the name of a CSV file, or data frames by site.
+        data: A data frame, columns by name, the name of a CSV or Parquet file, or data frames by site.
         family: "gaussian" (the default), "bernoulli", "binomial" or "poisson", with its canonical link.
         method: "ML" (the default), or "REML" for gaussian models, which needs the exact engine:
             variances then allow for the fixed effects that were estimated, which matters where groups
@@ -253,8 +253,12 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
     constant, start = _level(sums, groups.study)
     if chosen == "sampled":
         outcome, engine = sampled.fitted(groups, units, constant, start, settings.chains)
-    else:
+    elif members.waits:
         outcome, engine = _exact(groups, units, constant, start, settings.method == "REML")
+    elif settings.method == "REML":
+        raise SettingsError("REML needs everyone in every round: [sites] quorum = 1.0")
+    else:
+        outcome, engine = scored.fitted(groups, units, constant, start, members.quorum)
     if members.federation is None:
         engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started
@@ -355,10 +359,10 @@ def pairs(setting: str, texts: Sequence[str]) -> dict[str, str]:
 def fit_file(
     data: Path, formula: str, family: str = "gaussian", json: Path | None = None, **settings: Any
 ) -> str:
-    """``fedpop fit``: the summary of a CSV file's fit in words; estimates go to ``json`` as plain values."""
+    """``fedpop fit``: the summary of the fit of a CSV or Parquet file; estimates go to ``json``."""
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise SettingsError(f"cannot write {json}: it is a folder, or the folder it is to be in is not there")
-    fit = mixed_model(formula, read_csv(data, settings.get("na", NA)), family, **settings)
+    fit = mixed_model(formula, read_file(data, settings.get("na", NA)), family, **settings)
     if json is not None:
         write_json(json, fit.plain())
     return f"{fit}\n"

@@ -104,6 +104,7 @@ def described(fit: MixedFit) -> tuple[dict[str, Any], Tensors]:
             named |= {f"points.{name}": values}
     numbers = {n: getattr(fit.groups, n) for n in ("examples", "rounds", "bytes_up")}
     groups: dict[str, Any] = {"units": len(fit.groups), "counts": list(fit.groups.counts), **numbers}
+    groups |= {"compared": fit.groups.compared}
     groups |= {"named": sorted(kinds.named), "left_out": kinds.left_out, "marks": kinds.marks}
     about = {
         "format": FIT_FORMAT,
@@ -158,6 +159,7 @@ def parts_of(
     sums = {n: tensors[f"groups.{n}"] for n in COUNTED}
     numbers = {n: int(about[n]) for n in ("examples", "rounds", "bytes_up")}
     counted: dict[str, Any] = {**sums, **numbers, "counts": tuple(map(int, about["counts"]))}
+    counted["compared"] = about.get("compared")
     groups = Groups(members(study), study, kinds, **counted)
     settings = {n: v for n, v in saved["engine"].items() if n != "kind"}
     make: Callable[..., Engine] = ENGINES[saved["engine"]["kind"]]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedpop.mixed.inference import two_sided
+from fedpop.mixed.study import SITE
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
@@ -32,11 +33,16 @@ def summary(fit: MixedFit) -> str:
     lines += ["", *_criteria(fit), "", "Random effects:", *_random(fit)]
     counts = "; ".join(f"{name}, {count}" for name, count in fit.counts.items())
     lines.append(f"Number of obs: {fit.n_obs}, groups:  {counts}")
+    if fit.groups.compared is not None and fit.group != SITE:
+        lines.append(apart(fit.groups.compared, fit.n_groups))
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
     if (kinds := fit.groups.kinds).left_out:
         where = ", ".join(f"{name}: {count}" for name, count in kinds.missing.items())
         lines.append(f"{kinds.left_out} row(s) with missing values were left out ({where})")
+    for name, basis in fit.design.bases.items():
+        if basis.kind == "ns":
+            lines.append(f"{name} has {basis.words}")
     for name in fit.design.ordered:
         coding = fit.design.contrasts.get(name, "treatment")
         other = "; R has contrasts={" + repr(name) + ": 'poly'}" if coding == "treatment" else ""
@@ -75,6 +81,19 @@ def out_of_proportion(groups: Sequence[str]) -> str:
     """
     named = ", ".join(groups[:5]) + (f", and {len(groups) - 5} more" if len(groups) > 5 else "")
     return f"effects out of all proportion to the other groups', which move everyone's estimates: {named}"
+
+
+def apart(compared: int, groups: int) -> str:
+    """Whether it is known that no group is at two sites.
+
+    >>> apart(18, 18)
+    "No group is at two sites: their names were compared under the sites' common key"
+    """
+    if compared == groups:
+        return "No group is at two sites: their names were compared under the sites' common key"
+    whose = "Groups were not" if not compared else f"{compared} of {groups} groups were"
+    end = "sites have no common key, and equal names at two of them are two groups"
+    return f"{whose} compared between sites: " + (end if not compared else f"other {end}")
 
 
 def _sentence(words: str) -> str:

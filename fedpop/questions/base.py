@@ -56,6 +56,9 @@ class Question(ABC, Generic[R]):
     name: ClassVar[str]
     quorum: ClassVar[float] = 1.0
     """The share of units that must answer; below it there is no result."""
+    closes: ClassVar[bool] = False
+    """Across machines it is over as a round is, when a quorum of sites has answered; else when all have, or
+    time is up."""
     lasting: ClassVar[bool] = False
     """Of a question before the rounds: whoever comes later is asked it too, because of what it leaves with
     units or because its sum stays in use. It asks the same at any time."""

@@ -94,6 +94,11 @@ class Members(ABC):
         return True
 
     @property
+    def quorum(self) -> float:
+        """The share of the members that closes a round."""
+        return 1.0
+
+    @property
     @abstractmethod
     def units(self) -> int:
         """How many units there are at present: the paper's b."""
