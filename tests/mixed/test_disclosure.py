@@ -174,5 +174,5 @@ def test_moments_of_what_people_scale_do(frame: Any) -> None:
     later = frame.assign(v=frame.x + (frame.id == 7))
     study = FormulaStudy.from_text("y ~ scale(v) + (1 | g)")
     SmallCounts().check_scaled(study, study.rows(later), {})
-    with pytest.raises(Refusal, match="'v' to the formula .* answered before"):
+    with pytest.raises(Refusal, match=r"'v' to the formula .* answered before"):
         SmallCounts().check_scaled(study, study.rows(later), {"y ~ x + (1 | g)": answered})
