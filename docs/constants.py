@@ -934,7 +934,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "pages and pictures": (
         "What reports, tables and progress look like.",
         {
-            "comparison/run.py": "EVALUATIONS_ON_THE_WAY",
+            "comparison/run.py": "EVALUATIONS_ON_THE_WAY, CHECKPOINTS_ON_THE_WAY",
             "federation/cells.py": "SHOWN_VALUES",
             "flower/checks.py": "UNKNOWN_LEVELS, LISTED_VECTORS",
             "flower/rehearsal.py": "REHEARSED_ROUNDS",

@@ -201,8 +201,7 @@ def site() -> None:
 
 def _federated(who: str, arguments: list[str]) -> None:
     """The commands of a server or a site, with their options."""
-    commands: SubcommandApp = getattr(import_module("fedpop.flower.commands"), who)
-    commands.cli(prog=f"fedpop {who}", args=arguments)
+    import_module("fedpop.flower.commands").run_command(who, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

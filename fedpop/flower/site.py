@@ -407,7 +407,7 @@ class SiteExperiment:
     def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
-        question = self._untelling(_question(header["told"], request.tensors, self.study))
+        question = self._untelling(_question(header["description"], request.tensors, self.study))
         self.site.allowed.require_question(question)
         self._require_rows(question)
         state = self.stored_state(last_counted)
