@@ -944,7 +944,6 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "report/holdings.py": "MOST_NAMED_CLASSES, MOST_BARS, MOST_PIXELS",
             "flower/outcome.py": "SHOWN_ENTRIES",
             "flower/site_folder.py": "FINGERPRINT_LETTERS",
-            "flower/server_commands.py": "FIT_LETTERS",
             "flower/watch.py": "SHOWN_POINTS, SHOWN_ROUNDS, SHOWN_LINES",
             "report/style.py": "STYLE",
             "report/terminal.py": "WIDTH",

@@ -46,7 +46,6 @@ from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.population import Population
 from fedpop.questions import Question
-from fedpop.questions.schema import ColumnSquares, ColumnTotals
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan
@@ -442,12 +441,10 @@ class SiteExperiment:
     def _untelling(self, question: Question[Any]) -> Question[Any]:
         """The question with this site's own minimum, where a formula's asks for smaller cells. (Outcomes are
         told: sums of the response tell as much.)"""
-        study, least = self.study, self.site.small_counts.minimum
-        if not isinstance(study, FormulaStudy) or not isinstance(question, ColumnTotals | ColumnSquares):
+        if not isinstance(self.study, FormulaStudy):
             return question
-        if isinstance(question, ColumnTotals) and question.categorical == (study.response,):
-            return question
-        return replace(question, minimum=max(question.minimum, least))
+        told = () if self.study.response is None else (self.study.response,)
+        return question.untelling(self.site.small_counts.minimum, told)
 
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows reveal the rows: they are not sent."""

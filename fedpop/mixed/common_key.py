@@ -25,7 +25,6 @@ from fedpop.mixed.coordinates import everyone
 from fedpop.questions import Question, Units
 from fedpop.run.members import Members
 
-KEY_BYTES = 32
 LEAST_BINS, MOST_BINS = 2**14, 2**20
 """Bins of a table: at least, and at most."""
 BINS_PER_GROUP = 8

@@ -8,7 +8,7 @@ diagnostics). ``fedpop.run.members`` carries a question from the server to the u
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -89,6 +89,10 @@ class Question(ABC, Generic[R]):
         """The fewest rows of which it sends products, which reveal a few rows; None for
         answers that are no such products."""
         return None
+
+    def untelling(self, minimum: int, told: Collection[str]) -> Question[R]:
+        """The same without cells of fewer rows than these, but of columns that are ``told`` in any case."""
+        return self
 
     def memory(self, asked: Tensors) -> tuple[float, float] | None:
         """Bytes that a row and a unit take while it is answered; None: as many as in a round."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -163,6 +163,11 @@ class ColumnTotals(Question[Tensors]):
     name: ClassVar[str] = "schema"
     varied: ClassVar[bool] = True
 
+    def untelling(self, minimum: int, told: Collection[str]) -> ColumnTotals:
+        if set(self.categorical) <= set(told) and not self.numeric:
+            return self
+        return replace(self, minimum=max(self.minimum, minimum))
+
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         least = self.minimum if self.many else 0
         sums: Tensors = {_moments(column): _numbers(0, 0) for column in self.numeric}
@@ -204,6 +209,9 @@ class ColumnSquares(Question[Tensors]):
     minimum: int
     many: bool
     name: ClassVar[str] = "standardisation"
+
+    def untelling(self, minimum: int, told: Collection[str]) -> ColumnSquares:
+        return replace(self, minimum=max(self.minimum, minimum))
 
     def ask(self, known: Tensors) -> Tensors:
         return {"mean": torch.stack([known[_moments(column)][1] for column in self.numeric])}

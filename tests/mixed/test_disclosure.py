@@ -77,6 +77,7 @@ def test_what_people_ask_for_is_answered(frame: Any, formula: str) -> None:
         ("y ~ rare + (1 | g)", None, "sets fewer than 5 rows apart"),
         ("y ~ x + I(x + (id == 7)) + (1 | g)", None, "a combination of the formula's columns"),
         ("y ~ x + I(2 * x - 3 * (id == 7)) + w + (1 | g)", None, "a combination"),
+        ("y ~ x + pmax(x - 78, 0) + (1 | g)", None, r"the column 'pmax\(x - 78, 0\)'"),
         ("y ~ x + (1 | id)", None, "most groups of 'id' have a single row"),
     ],
 )
@@ -141,3 +142,37 @@ def test_rows_that_come_later_are_many_or_not_answered(frame: Any) -> None:
     nearly = checked(frame.head(118), formula)
     with pytest.raises(Refusal, match="the difference to the formula"):
         checked(frame, formula, earlier={formula: nearly})
+
+
+@pytest.mark.parametrize(
+    ("formula", "words"),
+    [
+        ("y ~ scale(x * (id == 7)) + (1 | g)", r"the column 'scale\(x \* \(id == 7\)\)' sets fewer"),
+        ("y ~ scale(x + 1e6 * (id == 7)) + (1 | g)", "the column 'scale"),
+        ("y ~ scale(x + (id == 7)) + (1 | g)", "a combination of the columns inside scale"),
+    ],
+)
+def test_moments_of_expressions_do_not_leave_before_they_were_looked_at(
+    frame: Any, formula: str, words: str
+) -> None:
+    """They are asked for while there is no design yet."""
+    study = FormulaStudy.from_text(formula)
+    with pytest.raises(Refusal, match=words):
+        SmallCounts().check_scaled(study, study.rows(frame), {})
+    SmallCounts(minimum=1).check_scaled(study, study.rows(frame), {})
+
+
+def test_moments_of_what_people_scale_do(frame: Any) -> None:
+    answered = checked(frame, "y ~ x + (1 | g)")
+    for formula in (
+        "y ~ scale(x) + (1 | g)",
+        "y ~ scale(log(income)) * s + scale(x) + (1 | g)",
+        "y ~ x + (1 | g)",
+    ):
+        study = FormulaStudy.from_text(formula)
+        SmallCounts().check_scaled(study, study.rows(frame), {"y ~ x + (1 | g)": answered})
+    later = frame.assign(v=frame.x + (frame.id == 7))
+    study = FormulaStudy.from_text("y ~ scale(v) + (1 | g)")
+    SmallCounts().check_scaled(study, study.rows(later), {})
+    with pytest.raises(Refusal, match=r"'v' to the formula .* answered before"):
+        SmallCounts().check_scaled(study, study.rows(later), {"y ~ x + (1 | g)": answered})
