@@ -36,7 +36,7 @@ class PrivateTerms:
     sigma: float
     share: float
     """The probability by which ledgers of readers are amplified; 1 where it does not apply."""
-    heard: float
+    expected: float
     """How many units a round has on average, which sums are divided by."""
     units: int
     rounds: int
@@ -62,7 +62,7 @@ def terms(settings: Gaussian, rule: Participation, roster: Roster, rounds: int |
     share = rule.one_chance(roster)
     if share is None:
         raise PrivacyError("a private run has one probability for all units: participation=0.1")
-    units, heard = len(roster), rule.expected(roster)
+    units, expected = len(roster), rule.expected(roster)
     if settings.delta > 1 / units:
         raise PrivacyError(
             f"delta = {settings.delta:g} lets one of {units} units be published; take less than {1 / units:g}"
@@ -78,13 +78,13 @@ def terms(settings: Gaussian, rule: Participation, roster: Roster, rounds: int |
             raise PrivacyError(
                 f"one round at noise {sigma:g} spends more than epsilon = {settings.epsilon:g}"
             )
-    if (ratio := sigma / heard) > USEFUL:
+    if (ratio := sigma / expected) > USEFUL:
         enough = math.ceil(units * ratio / USEFUL)
         warn_user(
             f"noise is up to {ratio:.2g} times the largest possible sum of gradients: with {units} units, of "
-            f"which {heard:g} take part in a round, little will be learned; about {enough} units would do"
+            f"which {expected:g} take part in a round, little will be learned; about {enough} units would do"
         )
-    return PrivateTerms(settings, sigma, share, heard, units, covered)
+    return PrivateTerms(settings, sigma, share, expected, units, covered)
 
 
 def private_method(method: Algorithm) -> Algorithm:
@@ -135,7 +135,7 @@ class PrivateTotals:
                 path.parent.mkdir(exist_ok=True)
                 write_tensors(path, {**found, "charged": torch.tensor(self.charged)})
         self.bounds = {n: found[n] for n in self.bounds}
-        scale = self.terms.units / self.terms.heard
+        scale = self.terms.units / self.terms.expected
         device = next(iter(broadcast.values())).device
         sums = {n: v.to(device) * scale for n, v in found.items() if n in self.vectors}
         like = next(iter(sums.values()))
@@ -167,7 +167,7 @@ class PrivateTotals:
         bits = total.plain_sum(BIT + name, torch.zeros(1)).double().cpu()
         # Each is +-1/2, so that one unit adds at most that.
         noisy = bits + self.multipliers[BIT + name] * 0.5 * normal(1)
-        inside = 0.5 + float(noisy) / self.terms.heard
+        inside = 0.5 + float(noisy) / self.terms.expected
         return bound * math.exp(-BOUND_RATE * (min(1.0, max(0.0, inside)) - quantile))
 
     def _normal(self, round: int) -> Normal:
