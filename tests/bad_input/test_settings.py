@@ -33,6 +33,7 @@ from fedpop.settings import Setting, known
 from tests.helpers import linear_model
 
 MODEL, LINEAR = linear_model(), torch.nn.Linear(1, 1)
+OF_CLASSES = fp.Composition(None, torch.nn.Linear(3, 2), "categorical")
 NEEDED: dict[str, dict[str, Any]] = {
     "SGD": {"rate": 0.1},
     "Steps": {"start": 2, "end": 8},
@@ -70,7 +71,8 @@ def made(cls: type, **changes: Any) -> Any:
     more = NEEDED.get(cls.__name__, {})
     if "k" in changes and cls.__name__ == "RandK":
         more = {}
-    first = (MODEL,) if issubclass(cls, Algorithm) and "model" not in changes else ()
+    needs = issubclass(cls, Algorithm) and "model" not in changes
+    first = (OF_CLASSES if cls.of_classes else MODEL,) if needs else ()  # type: ignore[attr-defined]
     return cls(*first, **(more | changes))
 
 
