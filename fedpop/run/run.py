@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
-from fedpop.errors import CheckpointError, PrivacyError, SettingsError
+from fedpop.errors import CheckpointError, SettingsError
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
@@ -85,8 +85,6 @@ class Run:
                 raise SettingsError("aggregate= looks at single messages: leave out secure and privacy")
             check_robust(algorithm)
         if settings.privacy is not None:
-            if settings.secure is not None:
-                raise PrivacyError("noise that sites add to secure sums is not offered; leave out secure")
             algorithm = private_method(algorithm)
             check_callbacks(callbacks)
         choice = chosen(algorithm, settings.participation, waits)
@@ -107,7 +105,14 @@ class Run:
             )
         self.private: PrivateTotals | None = None
         if settings.privacy is not None:
-            given = terms(settings.privacy, settings.participation, members.roster, settings.rounds)
+            given = terms(
+                settings.privacy,
+                settings.participation,
+                members.roster,
+                settings.rounds,
+                settings.secure,
+                members.waits,
+            )
             self.private = PrivateTotals(given, algorithm, None if folder is None else folder / "privacy")
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
@@ -420,6 +425,7 @@ class Run:
         broadcast = method.broadcast(self.server) | self.usual
         if paced := role_of(method, Paced):
             broadcast |= paced.pace(self.round, facts)
+        sites = 0 if self.private is None else self.members.messages(active.ids)
         now = Round(
             self.round,
             broadcast,
@@ -428,11 +434,15 @@ class Run:
             weigh=self.settings.weigh_at_site,
             secure=self.settings.secure,
             robust=self.settings.aggregate,
-            private=self.settings.privacy,
+            private=None if self.private is None else self.private.round(method, broadcast, active, sites),
         )
-        total = self.members.round(method, now, active)
+        if self.private is not None and self.private.unopened(sites):
+            total = Total.of_nobody(self.members.units)
+        else:
+            total = self.members.round(method, now, active)
         if self.private is not None:
-            total = self.private.noised(total, method, broadcast, self.round)
+            roster = self.members.roster
+            total = self.private.noised(total, method, broadcast, self.round, active, roster, sites)
         self.server = method.server_round(self.server, total, facts, shared)
         self.members.commit()
         self.usual = dict(total.usual if self.private is None else self.private.bounds)
@@ -442,7 +452,7 @@ class Run:
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, total.numbers)
         metrics["left_out"] = self.members.names_of(total.left_out)
-        metrics |= self.members.metrics() if self.private is None else self.private.metrics()
+        metrics |= self.members.metrics() | ({} if self.private is None else self.private.metrics())
         if total.suspects:
             absurd = self.members.names_of(total.suspects)
             metrics |= {"out_of_proportion": absurd, "unbiased": False}
