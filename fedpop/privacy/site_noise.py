@@ -58,6 +58,13 @@ class PrivateRound:
         """As it travels."""
         return asdict(self)
 
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> PrivateRound:
+        """What has travelled; noise of a seed that the server knows would be none, so it never does."""
+        steps = {str(n): int(v) for n, v in plain["steps"].items()}
+        widths = {str(n): float(v) for n, v in plain["widths"].items()}
+        return cls(bool(plain["adaptive"]), steps, widths, int(plain["sharing"]))
+
     def noise(self, name: str, round: int, site: int, count: int) -> npt.NDArray[np.int64]:
         """A site's part of the noise on a vector of so many entries."""
         seed, calls = self.seed, [0]

@@ -317,14 +317,14 @@ class PrivateTotals:
         return self.terms.spent_by_server(max(self.times.values(), default=0), self.correction)
 
     def metrics(self) -> dict[str, Any]:
-        """Of the rounds so far, and of all that were asked for."""
-        given, end = self.terms, min(self.terms.rounds, self.terms.planned)
-        at_the_end = given.spent(end, False, self.correction / max(1, self.charged) * end)
-        server = self.by_server
+        """Of the rounds so far, by a bound that costs nothing, and of all that were asked for."""
+        given, end = self.terms, max(self.charged, min(self.terms.rounds, self.terms.planned))
+        at_the_end = given.spent(end, correction=self.correction / max(1, self.charged) * end)
+        so_far, server = given.spent(self.charged, False, self.correction), self.by_server
         return {
-            "epsilon": given.spent(self.charged, False, self.correction),
-            "epsilon_end": at_the_end,
-            "epsilon_server": NO_BOUND if server is None else server,
+            "epsilon": float(min(so_far, at_the_end)),
+            "epsilon_end": float(at_the_end),
+            "epsilon_server": NO_BOUND if server is None else float(server),
         }
 
     def lines(self) -> list[tuple[str, str]]:

@@ -367,7 +367,7 @@ def test_with_the_systems_noise_a_resumed_round_takes_it_from_the_file(tmp_path,
     population = fp.FedAvg(model()).fit(clients(), **given, resume=True)
     assert seen[0].equal(seen[1])
     assert population.rounds == 4
-    assert population.history[-1]["epsilon"] == ledger.renyi_epsilon(1.0, 0.5, 4, 1e-3)
+    assert population.history[-1]["epsilon"] == ledger.epsilon(1.0, 0.5, 4, 1e-3)
 
 
 # --- refusals --------------------------------------------------------------------------------
