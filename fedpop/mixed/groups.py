@@ -15,8 +15,9 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, columns, everyone
 from fedpop.mixed.design import INTERCEPT, Design, Wanted
+from fedpop.mixed.formula import Formula
 from fedpop.mixed.nesting import Tree
-from fedpop.mixed.response import require_two
+from fedpop.mixed.response import Family, require_two
 from fedpop.mixed.study import ColumnKinds, FormulaStudy, Kinds
 from fedpop.mixed.table import Rows
 from fedpop.questions import Question, Units
@@ -95,6 +96,12 @@ class Groups:
 # --- columns and their levels ----------------------------------------------------------------------
 
 
+def columns_in(formula: Formula, family: Family) -> tuple[str, ...]:
+    """Columns that stand by themselves in a formula, of which it has to be known what they hold."""
+    bare = [part.column for part in formula.parts[0 if family.binomial else 1 :] if part.column is not None]
+    return tuple(dict.fromkeys(bare))
+
+
 def agreed(
     groups: Groups,
     levels: Mapping[str, Sequence[Any]],
@@ -104,8 +111,7 @@ def agreed(
     """The short rounds before: what of columns has to be known to all, and members receive it. Without sites
     the sum over groups is formed at once; it is the same."""
     formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
-    bare = [part.column for part in formula.parts[0 if binomial else 1 :] if part.column is not None]
-    kinds = members.asks(ColumnKinds(tuple(dict.fromkeys(bare))), {})
+    kinds = members.asks(ColumnKinds(columns_in(formula, groups.study.family)), {})
     groups.kinds = kinds
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
