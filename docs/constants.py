@@ -850,6 +850,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "files.py": "_UNITS",
             "flower/certificates.py": "CURVE_BITS",
             "flower/commands.py": "OTHERS_MASK",
+            "flower/server_commands.py": "FIT_LETTERS",
             "flower/ledger.py": "NOTHING",
             "flower/processes.py": "FAILED_CODE",
             "flower/transport.py": "NODE_GONE",

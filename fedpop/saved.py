@@ -49,6 +49,10 @@ def load(
     >>> again
     Population(FedSOUL, 2 clients, 2 rounds)
     """
-    if (Path(path) / MIXED).is_file():
+    try:
+        mixed = (Path(path) / MIXED).is_file()
+    except OSError:  # a path that cannot be, which is said below
+        mixed = False
+    if mixed:
         return import_module("fedpop.mixed.fit").MixedFit.load(path)
     return load_population(path, model=model, clients=clients, prior=prior, device=device)

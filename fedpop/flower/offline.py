@@ -34,7 +34,7 @@ from fedpop.files import (
 )
 from fedpop.flower.certificates import check_name
 from fedpop.flower.formulas import fit_at, predicted_rows
-from fedpop.flower.site import SEALED, THETA, SiteExperiment, open_site, read_theta
+from fedpop.flower.site import DESCRIPTION, SEALED, THETA, SiteExperiment, open_site, read_theta
 from fedpop.flower.site_commands import checked_data, with_data
 from fedpop.flower.site_folder import SETTINGS, make_secret, read_site
 from fedpop.message import Tensors
@@ -62,12 +62,17 @@ def experiment_of(root: Path, name: str | None) -> SiteExperiment:
     return SiteExperiment(site, folders[-1].name)
 
 
-def population_at(experiment: SiteExperiment) -> Population:
-    """The population that this site knows: theta, its data and its states."""
+def _finished(experiment: SiteExperiment) -> SiteExperiment:
+    """One that has all that the end of a run leaves."""
     if not (experiment.folder / THETA).exists():
         raise CheckpointError(f"site {experiment.site.name!r} has no theta yet: it comes at the end of a run")
-    if not (experiment.folder / "method.json").exists():
-        raise CheckpointError(f"{experiment.folder / 'method.json'} is missing; {DAMAGED}")
+    if not (experiment.folder / DESCRIPTION).exists():
+        raise CheckpointError(f"{experiment.folder / DESCRIPTION} is missing; {DAMAGED}")
+    return experiment
+
+
+def population_at(experiment: SiteExperiment) -> Population:
+    """The population that this site knows: theta, its data and its states."""
     method = experiment.method
     states = experiment.folder / "final.safetensors"
     store = LocalStore.restore(read_tensors(states)) if states.exists() else None
@@ -79,7 +84,7 @@ def population_at(experiment: SiteExperiment) -> Population:
 
 def predict(root: Path, data: str, out: Path | None, level: float, name: str | None, say: Say) -> None:
     """Predictions for the rows of a table (or for images, or what a function returns), with intervals."""
-    experiment = experiment_of(root, name)
+    experiment = _finished(experiment_of(root, name))
     if isinstance(experiment.study, FormulaStudy):
         if not 0 < level < 1:
             raise SettingsError(f"the level of an interval lies between 0 and 1, not {level}")
@@ -94,7 +99,7 @@ def effects(
     root: Path, out: Path | None, plot: Path | None, level: float, name: str | None, say: Say
 ) -> None:
     """Posteriors of this site's groups, as a table and as a picture."""
-    experiment = experiment_of(root, name)
+    experiment = _finished(experiment_of(root, name))
     if not isinstance(experiment.study, FormulaStudy):
         raise SettingsError(f"{experiment.name} is not about a formula: fedpop site predict has its models")
     fit = fit_at(experiment)
@@ -192,7 +197,7 @@ def personalise(
     else:
         with_data(known, where)
     experiment = _adopted(root, theta, str(method["experiment"]))
-    population = population_at(experiment).sample_all()
+    population = population_at(_finished(experiment)).sample_all()
     say(f"a model for {', '.join(population.names)}: {experiment.federation}")
     if at is not None:
         write_predictions(predicted(population, experiment, at), out, level, say)

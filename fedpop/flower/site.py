@@ -38,7 +38,7 @@ from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
-from fedpop.mixed import gaussian, groups, quadrature
+from fedpop.mixed import gaussian, groups, laplace, quadrature
 from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
@@ -59,7 +59,7 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-QUESTIONS = (groups, gaussian, quadrature, validation)
+QUESTIONS = (groups, gaussian, laplace, quadrature, validation)
 """Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""

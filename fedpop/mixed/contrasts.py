@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import SettingsError
+from fedpop.keys import Key
 from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
 from fedpop.mixed.formula import FormulaPart, columns_of
@@ -256,14 +257,19 @@ def _marginal(fit: MixedFit) -> Any:
 def _made_up(design: Design) -> np.ndarray:
     """The design's columns at made-up rows: what two codings have to do with each other shows on any."""
     count = 8 * len(design.fixed_names) + 40
-    rng, codes, numbers = np.random.default_rng(0), dict[str, np.ndarray](), dict[str, list[np.ndarray]]()
+    codes, numbers = dict[str, np.ndarray](), dict[str, list[np.ndarray]]()
+
+    def drawn(column: str) -> np.ndarray:
+        u = Key(0, purpose=f"rows of {column}").uniform(torch.tensor([0]), (count,), torch.float64)
+        return u[0].numpy()
+
     for part in design.formula.fixed.parts:
         levels = design.part_levels(part)
         column = design.level_column(part) or part.text
         if levels is not None and column not in codes:
-            codes[column] = rng.integers(len(levels), size=count)
+            codes[column] = np.minimum((drawn(column) * len(levels)).astype(int), len(levels) - 1)
         elif levels is None and part.text not in numbers:
-            numbers[part.text] = [rng.normal(size=count) for _ in design.piece_names(part, False)]
+            numbers[part.text] = [drawn(name) for name in design.piece_names(part, False)]
 
     def piece(part: FormulaPart, full: bool) -> list[np.ndarray]:
         levels = design.part_levels(part)

@@ -52,8 +52,7 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
         value_discretization_interval=LOSS_STEP
     )
     accountant.compose(_event(accounting, sigma, share), rounds)
-    spent: float = accountant.get_epsilon(delta)
-    return spent
+    return float(accountant.get_epsilon(delta))
 
 
 def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float, correction: float = 0.0) -> float:
@@ -66,8 +65,7 @@ def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float, correct
         return 0.0
     accountant = library("dp_accounting.rdp.rdp_privacy_accountant", "privacy", _WHAT)
     more = correction * (2 * ORDERS - 1) / (ORDERS - 1)
-    spent: float = accountant.compute_epsilon(ORDERS, rounds * _renyi(sigma, share) + more, delta)[0]
-    return spent
+    return float(accountant.compute_epsilon(ORDERS, rounds * _renyi(sigma, share) + more, delta)[0])
 
 
 @lru_cache(maxsize=64)

@@ -34,7 +34,7 @@ def decisions_of(run: Run) -> tuple[Decision, ...]:
     found: dict[str, Decision] = {}
     own = () if hierarchy is None else _of_settings(run, hierarchy)
     parts = decided(method, method.model, None if hierarchy is None else hierarchy.prior)
-    for decision in (*_engine(run), *parts, *own, *_of_rounds(run), *stages.decisions(run), *_threads(run)):
+    for decision in (*_engine(run), *parts, *own, *_of_rounds(run), *stages.decisions(run), run.threading):
         found.setdefault(decision.what, decision)
     return tuple(found.values())
 
@@ -63,12 +63,6 @@ def _of_settings(run: Run, hierarchy: Hierarchy) -> Iterator[Decision]:
         size = model.z_layout.size
         draws = f"{final.chains} chains of {final.each(size)} draws"
         yield Decision("final pass", draws, f"z has {size} dimension(s)")
-
-
-def _threads(run: Run) -> Iterator[Decision]:
-    """How many there are, where more of them might have been."""
-    if run.settings.threads is None and run.threading.chosen != "1":
-        yield run.threading
 
 
 def threading(run: Run) -> Decision:

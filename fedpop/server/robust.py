@@ -80,8 +80,8 @@ class Krum(Robust):
         hostile: The share of messages that may be hostile, 0.2 by default: of S messages with f hostile ones
             a message is judged by its S - f - 2 nearest, and the S - f - 2 best are kept.
 
-    >>> Krum(0.25).centre({"J": torch.tensor([[1.0], [2.0], [3.0], [90.0]])})["J"]
-    tensor([2.])
+    >>> Krum(0.2).centre({"J": torch.tensor([[1.0], [2.0], [2.5], [3.2], [90.0]])})["J"]
+    tensor([2.2500])
     """
 
     hostile: Share = 0.2
@@ -95,7 +95,7 @@ class Krum(Robust):
             distance = torch.cdist(rows, rows).square().cpu()
             far = far + distance / distance.median().clamp(min=1e-300)
         nearest = far.sort(1).values[:, 1 : kept + 1].sum(1)
-        best = nearest.argsort()[:kept]
+        best = nearest.argsort(stable=True)[:kept]
         return {n: v[best.to(v.device)].mean(0) for n, v in vectors.items()}
 
 

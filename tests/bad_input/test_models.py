@@ -92,13 +92,9 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda: split(nn.Sequential(nn.Linear(3, 3), Does(after=lambda h: [h], outputs=1)), "0.*"),
         "returned a list",
     ),
-    "an `if` on values": (
-        lambda: head(Does(after=lambda h: h if bool(h.sum() > 0) else -h, outputs=1)),
-        "cannot be run for many clients at once",
-    ),
     "a value taken out": (
         lambda: head(Does(after=lambda h: h * float(h.abs().max().item()), outputs=1)),
-        "cannot be run for many clients at once",
+        "the model lets examples see each other",
     ),
     "functional dropout": (
         lambda: backbone(Does(after=lambda h: nn.functional.dropout(h, 0.5))),
@@ -157,10 +153,6 @@ def test_the_older_weight_norm() -> None:
 
 
 SEQUENCES: dict[str, tuple[Any, str]] = {
-    "a GRU in a split": (
-        lambda: split(Sequence(nn.GRU(3, 4, batch_first=True), 1), "layer.*"),
-        r"It has layer \(GRU\), which torch does not vectorise",
-    ),
     "a GRU over examples": (lambda: fp.Composition(Sequence(nn.GRU(3, 4)), nn.Linear(4, 1), NORMAL), MIX),
     "attention over examples": (
         lambda: fp.Composition(Sequence(encoder(0.0, False)), nn.Linear(4, 1), NORMAL),

@@ -211,7 +211,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "random_state": ({"random_state": 3}, "did you mean seed?"),
     "fraction": ({"fraction": 0.1}, "did you mean participation?"),
     "round": ({"round": 3}, "did you mean rounds?"),
-    "nonsense": ({"nonsense": 3}, "fit has no setting 'nonsense'; it has method, clients, rounds"),
+    "nonsense": ({"nonsense": 3}, "fit has no setting 'nonsense'; it has .*clients, rounds"),
     "rounds": ({"rounds": True}, "fit: rounds must be a whole number"),
     "rounds too many": ({"rounds": 10**12}, "at most 2,147,483,647"),
     "seed": ({"seed": 2**64}, "fit: seed must be a whole number in"),

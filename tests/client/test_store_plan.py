@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import SettingsError
-from fedpop.site.plan import Plan, parse_bytes
+from fedpop.files import parse_bytes
+from fedpop.site.plan import Plan
 from fedpop.site.store import LocalStore
 from tests.helpers import federation_of, linear_model, plan_of, ragged
 

@@ -113,7 +113,7 @@ def test_coverage_with_thetas_uncertainty_has_a_column_where_it_exists(tmp_path)
     assert "theta_coverage" not in result.of_method("FedAvg")[0]["metrics"]
     table = (tmp_path / "results.md").read_text()
     assert "theta too" in table
-    head, first, second = str(result).splitlines()
+    head, first, second, *_ = str(result).splitlines()
     assert "theta too, %" in head
     assert f"{100 * record['theta_coverage']:.1f}" in first
     assert " - " in second

@@ -13,8 +13,7 @@ import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.flower.formulas import FormulaDeployment, fit_at, predicted_rows, run_formula
 from fedpop.flower.remote import RoundTerms
-from fedpop.flower.site import SiteExperiment
-from fedpop.flower.site_folder import open_site
+from fedpop.flower.site import SiteExperiment, open_site
 from tests.flower.formulas import by_site, grid_of
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import transport_on

@@ -64,8 +64,8 @@ def test_what_people_ask_for_is_answered(frame: Any, formula: str) -> None:
 @pytest.mark.parametrize(
     ("formula", "weights", "words"),
     [
-        ("y ~ x + I(id == 7) + (1 | g)", None, r"the column 'I\(id == 7\)'"),
-        ("y ~ x + I(id != 7) + (1 | g)", None, r"the column 'I\(id != 7\)'"),
+        ("y ~ x + I(id == 7) + (1 | g)", None, r"the column 'I\(id == 7\)TRUE'"),
+        ("y ~ x + I(id != 7) + (1 | g)", None, r"the column 'I\(id != 7\)TRUE'"),
         ("y ~ I(id < 4) + (1 | g)", None, "the column"),
         ("y ~ I(abs(id - 50) < 2) + (1 | g)", None, "the column"),
         ("y ~ exp(200 * (id - 119)) + (1 | g)", None, "the column"),

@@ -152,7 +152,7 @@ def test_too_few_messages_switch_the_guard_off(b: int, settings: dict[str, Any],
 
 def test_methods_without_a_prior_say_what_holds_for_them() -> None:
     found = of(fp.FedAvg(head(nn.Linear(3, 2))), classes(), rounds=100)
-    assert list(found) == ["guard", "verdict"]
+    assert list(found) == ["guard", "verdict", "threads"]
     assert found["verdict"].chosen == "by the training loss"
 
 
@@ -223,7 +223,11 @@ def test_files_have_them_and_a_population_that_was_saved(tmp_path: Path) -> None
 def test_a_run_that_is_resumed_says_them_again(tmp_path: Path) -> None:
     method = fp.FedSOUL(head(nn.Linear(3, 2)))
     first = method.fit(classes(), rounds=2, out=tmp_path, progress=False)
-    assert method.fit(classes(), rounds=2, out=tmp_path, resume=True).decisions == first.decisions
+    again = method.fit(classes(), rounds=2, out=tmp_path, resume=True)
+    assert again.decisions[:-1] == first.decisions[:-1]
+    threads = again.decisions[-1]
+    assert (threads.what, threads.chosen) == ("threads", first.decisions[-1].chosen)
+    assert threads.because == "as when the run began"
     more = method.fit(classes(), rounds=3, out=tmp_path, resume=True)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["rounds"] == 3

@@ -81,6 +81,7 @@ def test_nobody_is_asked_twice_and_the_record_answers_alone(tmp_path: Path) -> N
     known = first.groups.study
     alone = replace(fit.groups, members=JournaledMembers(known, Journal.open(tmp_path)))
     engine = replace(fit.engine, groups=alone)
+    engine.sums(fit.outcome.point.factor, curved=True)  # what was asked at the end of the search
     assert torch.equal(engine.covariance(fit.outcome.point), first.outcome.covariance)
     with pytest.raises(SettingsError, match="which are at their sites: ask for it there"):
         alone.ask(ColumnKinds(("x", "z")), {})
