@@ -186,7 +186,7 @@ def gaussian_parts(
         return values.new_zeros((count, *values.shape[1:])).index_add(0, owner, values)
 
     lam, sigma = point.factor, point.sigma
-    r = y - offset - x @ point.b
+    r = y - offset - units.y_centre - x @ point.b
     g, zx = by_group(z.unsqueeze(2) * z.unsqueeze(1)), by_group(z.unsqueeze(2) * x.unsqueeze(1))
     zr, xr, rr = by_group(z * r.unsqueeze(1)), by_group(x * r.unsqueeze(1)), by_group(r * r)
     n = cohort.sizes.to(r)
