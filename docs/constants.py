@@ -374,6 +374,18 @@ TABLES: Mapping[str, Rows] = {
                 NOT_MEASURED,
             ),
         },
+        "methods/pfedfda.py": {
+            "ABSENT, SHRINKAGE": (
+                "the share of a class that a client does not have; how much of a covariance is its mean "
+                "variance before it is inverted",
+                "published: those of the authors' code",
+            ),
+            "GRID, FOLDS": (
+                "values of each interpolation weight that pFedFDA tries, and folds it tries them on",
+                "two folds: published. The grid stands for their L-BFGS, which found (1, .34) on a problem "
+                "where it finds (.9, .3)",
+            ),
+        },
         "methods/fedsouk.py": {
             "USUAL_STEPS, STEPS_OF_DEEP": (
                 "transitions of a chain in a round; `local_steps` overrides it",
@@ -954,6 +966,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "report/features.py": "COUNTED_DRAWS, CLIENTS, EXAMPLES, INPUTS, FEATURES",
             "report/holdings.py": "MOST_NAMED_CLASSES, MOST_BARS, MOST_PIXELS",
             "flower/outcome.py": "SHOWN_ENTRIES",
+            "flower/server_commands.py": "FIT_LETTERS",
             "flower/watch.py": "SHOWN_POINTS, SHOWN_ROUNDS, SHOWN_LINES",
             "report/style.py": "STYLE",
             "report/terminal.py": "WIDTH",

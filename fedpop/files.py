@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -47,7 +48,7 @@ def writable_folder(path: str | Path) -> Path:
     probe = folder / f".writable-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
+        os.close(_new_file(probe, 0o666))
         probe.unlink()
     except (OSError, ValueError) as error:
         raise SettingsError(f"cannot write to {folder}: {_reason(error)}") from error
@@ -94,7 +95,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
-            with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            with open(_new_file(temporary, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -108,6 +109,25 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _new_file(path: Path, mode: int) -> int:
+    """A new file of this name, opened for writing: where a link or an old file has it, that goes first, and
+    what a link leads to is not touched."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        return os.open(path, flags, mode)
+    except FileExistsError:
+        path.unlink()
+        return os.open(path, flags, mode)
+
+
+def remove_temporary(folder: Path) -> None:
+    """What a process that was killed while it wrote has left in a folder that is this one's alone."""
+    for path in folder.glob(".*.tmp"):
+        if re.fullmatch(r"\..+\.[0-9]+\.tmp", path.name):
+            with suppress(OSError):
+                path.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -158,7 +178,7 @@ class NewFiles:
         """Write a file; gives its name."""
         digest = digest_of_bytes(data)
         path = self.folder / f"{stem}.{digest[:16]}.{suffix}"
-        if not path.exists() or path.read_bytes() != data:
+        if path.is_symlink() or not path.is_file() or path.read_bytes() != data:
             self._fresh.append(path)
             write_bytes(path, data)
         self.digests[path.name] = digest
@@ -216,10 +236,19 @@ def reading(path: Path, what: str, remedy: str = DAMAGED) -> Iterator[None]:
         raise CheckpointError(f"{path} is not {what} of this version ({detail}); {remedy}") from error
 
 
+def whole_file(path: Path) -> bytes:
+    """All of a file; what is none, such as a pipe or a device, would never end, or never begin."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(0, "it is not a file, but a pipe, a device or a folder")
+        return file.read()
+
+
 def read_bytes(path: Path, digest: str | None = None) -> bytes:
     """A file as it was written; a truncated or edited one is refused."""
     try:
-        data = path.read_bytes()
+        data = whole_file(path)
     except (OSError, MemoryError) as error:
         raise CheckpointError(f"cannot read {path}: {_reason(error)}; {DAMAGED}") from error
     if digest is not None and digest_of_bytes(data) != digest:
@@ -264,7 +293,7 @@ def read_sealed(path: Path, what: str) -> dict[str, Any]:
 def csv_text(path: Path, encoding: str = "utf-8-sig", remedy: str = SAVE_AS) -> Iterator[TextIO]:
     """The text of somebody's CSV file; what cannot be read is a DataError that names file and line."""
     try:
-        data = path.read_bytes()
+        data = whole_file(path)
     except (OSError, ValueError, MemoryError) as error:
         raise DataError(f"cannot read {path}: {_reason(error)}") from error
     try:

@@ -15,6 +15,8 @@ from fedpop.priors import Prior
 
 MIXED = "mixed.json"
 """A folder with this file holds a fit of a mixed model."""
+FIT = "fit"
+"""Where a federation's run has it."""
 
 
 @checked
@@ -32,7 +34,7 @@ def load(
 
     Args:
         path: The folder that ``Population.save``, or a fit's ``save``, was given; of a federation its
-            ``run/population`` or ``run/fit``.
+            ``run/population``, or of one that is about a formula its ``run``.
         model: The model again, where its modules are not torch's own layers or it is a function
             (``CustomModel``): neither can be saved in a file without code.
         clients: The data again, to sample clients whose draws were not saved. Each must be one of the
@@ -50,9 +52,9 @@ def load(
     Population(FedSOUL, 2 clients, 2 rounds)
     """
     try:
-        mixed = (Path(path) / MIXED).is_file()
+        mixed = [folder for folder in (Path(path), Path(path) / FIT) if (folder / MIXED).is_file()]
     except OSError:  # a path that cannot be, which is said below
-        mixed = False
+        mixed = []
     if mixed:
-        return import_module("fedpop.mixed.fit").MixedFit.load(path)
+        return import_module("fedpop.mixed.fit").MixedFit.load(mixed[0])
     return load_population(path, model=model, clients=clients, prior=prior, device=device)

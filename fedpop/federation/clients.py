@@ -267,18 +267,17 @@ class Federation:
         packed = self.splits[split]
         where = packed.sizes.device
         ids_here = ids.to(where)
-        sizes = packed.sizes[ids_here]
+        sizes = packed.sizes.index_select(0, ids_here)  # a third of the time of indexing
         whole = len(ids) == len(self) and bool((ids_here == torch.arange(len(self), device=where)).all())
         x, y = packed.x, packed.y
         if not whole:
             total = int(sizes.sum())
-            shift = packed.starts[ids_here] - (torch.cumsum(sizes, 0) - sizes)
-            rows = torch.arange(total, device=where) + torch.repeat_interleave(
-                shift, sizes, output_size=total
-            )
-            x, y = map_inputs(lambda v: v[rows], x), y[rows]
+            shift = packed.starts.index_select(0, ids_here) - (torch.cumsum(sizes, 0) - sizes)
+            shifts = torch.repeat_interleave(shift, sizes, output_size=total)
+            rows = torch.arange(total, device=where) + shifts
+            x, y = map_inputs(lambda v: v.index_select(0, rows), x), y.index_select(0, rows)
         return Cohort(
-            units=self.units[ids.to("cpu")].to(device),
+            units=self.units.index_select(0, ids.to("cpu")).to(device),
             sizes=sizes.to(device),
             x=map_inputs(lambda v: v.to(device), x),
             y=y.to(device),

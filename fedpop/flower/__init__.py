@@ -11,7 +11,7 @@ remote             the members of a run at other sites
 aggregation, site_records
                    messages made into a total; what the server knows of each site
 deployment, server a run across sites, and the process that it is in
-server_folder, site_folder, certificates, processes, commands, offline
+server_folder, server_settings, site_folder, certificates, processes, commands, offline
                    the settings files, and the commands ``fedpop server`` and ``fedpop site``
 ledger, allowed    what left a site, and what it answers
 outcome, status, present

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from fedpop.errors import EstimateError, PayloadError, SettingsError
 from fedpop.flower.requests import Request, require_answer
@@ -16,7 +18,12 @@ from fedpop.message import Aggregate, Channel, Guard, Message, Tensors, Total
 from fedpop.message.declared import HEADER, require_declared
 from fedpop.message.guard import COUNTS
 
+log = logging.getLogger("fedpop.server")
+
 ABSURD = "its message was out of all proportion"
+IMPOSSIBLE = (
+    "its answer cannot be: a size, a count or a sum of squares is negative, or products exceed squares"
+)
 
 
 @dataclass(frozen=True)
@@ -51,18 +58,24 @@ class Aggregator:
         weights: Mapping[str, float] | None = None,
         ratio: bool = False,
         guard: Guard | None = None,
+        units: Guard | None = None,
         examples: Mapping[str, int] | None = None,
         varied: bool = False,
         sends: Mapping[str, object] | None = None,
+        possible: Callable[[Tensors], Tensor | None] | None = None,
     ) -> Aggregated:
-        """The total of what arrived; ``guard`` looks at a round's messages together, by sites' ``examples``.
+        """The total of what arrived; ``guard`` looks at a round's messages together, by sites' ``examples``,
+        or at answers to a question, whose norms nobody counts but here, and which are ``possible`` or not.
         Where names are ``varied`` a vector of a name that others do not send is nothing strange."""
         reasons, seen = dict[str, str](), dict[str, Message]()
         for name in sorted(messages, key=unit_of):
             try:
                 message = require_answer(messages[name], requests[name], name)
                 _require_declared(message, sends or {})
-                seen[name] = _finite(channel.receive(message, kind))
+                applied = 1.0 if weights is None else weights[name]
+                seen[name], longer = channel.bounded(_finite(channel.receive(message, kind)), applied)
+                if longer:
+                    log.warning("%s: %s came longer than clip allows, and was clipped", name, longer)
             except PayloadError as error:
                 reasons[name] = str(error)
         fit = {n: m for n, m in seen.items() if int(m.units)}
@@ -70,17 +83,23 @@ class Aggregator:
         reasons |= dict.fromkeys(seen.keys() - fit.keys(), "its numbers are not finite")
         reasons |= dict.fromkeys(withheld, f"{ABSURD}; the site withheld it")
         reasons |= self._misshapen(what, {n: m.vectors for n, m in fit.items()}) if not varied else {}
-        suspects, usual = set(withheld), Tensors()
+        impossible = {n for n in fit if n not in reasons and _impossible(fit[n], possible)}
+        reasons |= dict.fromkeys(impossible, IMPOSSIBLE)
+        suspects, usual = withheld | impossible, Tensors()
         if guard is not None:
             counts = Aggregate()
+            rows = {n: torch.tensor([(examples or {}).get(n, 1)]) for n in fit}
             for name in withheld | {n for n in fit if n not in reasons}:
-                counts.number(_counts(seen[name]))
+                asked = possible is not None and name in fit
+                counts.number(guard.counted(fit[name], rows[name]) if asked else _counts(seen[name]))
+            judged = guard.suspects if possible is None else guard.beyond
             for name, message in fit.items():
-                rows = torch.tensor([(examples or {}).get(name, 1)])
-                if name not in reasons and bool(guard.suspects(message, rows, counts.numbers)):
+                if name not in reasons and bool(judged(message, rows[name], counts.numbers)):
                     reasons[name] = ABSURD
                     suspects.add(name)
             usual = guard.learned(counts.numbers)
+            if units is not None:
+                usual |= units.learned(counts.numbers)
         aggregate = Aggregate()
         for name, message in fit.items():
             if name not in reasons:
@@ -115,6 +134,11 @@ def _counts(message: Message) -> dict[str, float]:
     return {n: v for n, v in message.numbers.items() if n.startswith(COUNTS)}
 
 
+def _impossible(message: Message, possible: Callable[[Tensors], Tensor | None] | None) -> bool:
+    found = None if possible is None else possible(message.vectors)
+    return found is not None and not bool(found)
+
+
 def _finite(message: Message) -> Message:
     for name, vector in message.vectors.items():
         if not bool(torch.isfinite(vector).all()):
@@ -124,7 +148,7 @@ def _finite(message: Message) -> Message:
 
 def _require_declared(message: Message, sends: Mapping[str, object]) -> None:
     try:
-        require_declared(message.payloads, message.numbers, sends)
+        require_declared(message, sends)
     except SettingsError as error:
         raise PayloadError(str(error)) from error
     if unknown := message.header.keys() - HEADER.keys():

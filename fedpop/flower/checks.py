@@ -19,7 +19,9 @@ from fedpop.files import read_sealed, read_tensors
 from fedpop.flower.deployment import Deployment
 from fedpop.flower.formulas import FormulaDeployment
 from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
-from fedpop.flower.server_folder import FEDERATION, ServerFolder, deployment_of
+from fedpop.flower.remote import RoundTerms
+from fedpop.flower.server_folder import FEDERATION, ServerFolder
+from fedpop.flower.server_settings import deployment, deployment_of
 from fedpop.flower.site import DESCRIPTION, MODEL, Site, open_site, study_from
 from fedpop.flower.site_folder import read_toml
 from fedpop.flower.site_records import SiteRecord, roster_of_sites
@@ -90,18 +92,27 @@ def check_deployment(deployment: Deployment | FormulaDeployment, folder: Path, s
     return [f"method {type(method).__name__}{engine}", *words]
 
 
+def check_formula(about: Mapping[str, str], name: str) -> None:
+    """Raise where a formula, its family or its method cannot be used."""
+    FormulaDeployment.of("check", about, 0, RoundTerms(), name)
+
+
+def check_folder(folder: ServerFolder) -> None:
+    """Raise where what a folder's settings say cannot be run."""
+    check_deployment(deployment(folder), folder.app, folder.names)
+
+
 def server_check(root: Path, say: Say) -> None:
     """Method, model, settings and schema, before anybody is asked."""
     folder = ServerFolder(root.absolute())
-    deployment = folder.deployment()
-    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
-    words = check_deployment(deployment, folder.app, admitted)
-    settings, terms = deployment.settings, deployment.terms
+    admitted, run = folder.names, deployment(folder)
+    words = check_deployment(run, folder.app, admitted)
+    settings, terms = run.settings, run.terms
     say(f"{folder.settings.get('name', 'federation')}: the settings can be used")
-    schema = {} if isinstance(deployment, FormulaDeployment) else deployment.schema
+    schema = {} if isinstance(run, FormulaDeployment) else run.schema
     for line in (*_schema_words(schema), *words):
         say(f"  {line}")
-    if isinstance(deployment, FormulaDeployment):
+    if isinstance(run, FormulaDeployment):
         say(f"  questions to {terms.sites} site(s) at least, all of whom must answer")
     else:
         rounds = "rounds until it has converged" if settings.rounds is None else f"{settings.rounds} rounds"

@@ -249,6 +249,20 @@ def enrol(
     _of("site_commands").enrol(folder, name, server, data, ca, insecure, _say)
 
 
+@site.command
+def key(folder: Positional[Path], make: bool = False, take: File = None) -> None:
+    """The key that sites have in common, by which they find groups that are at two of them; says its
+    fingerprint.
+
+    Args:
+        folder: The site's folder.
+        make: Draw one, for the other sites to take.
+        take: The file that another site's operator gave.
+    """
+    os.umask(OTHERS_MASK)
+    _of("site_folder").common_key(folder, make, take, _say)
+
+
 @site.command(name="check")
 def check_site(folder: Positional[Path], federation: File = None) -> None:
     """Whether this site's data fit the federation, and what would be sent; nothing is.

@@ -15,6 +15,7 @@ from fedpop.files import read_sealed, read_tensors, writable_folder, write_json,
 from fedpop.flower.final_questions import answers
 from fedpop.flower.outcome import FEDERATION, warnings, write_outcome
 from fedpop.flower.remote import RemoteMembers, RoundTerms, site_records_of
+from fedpop.flower.server_folder import AFTERWARDS
 from fedpop.flower.site import keep_hello, keep_theta
 from fedpop.flower.site_records import SiteRecord
 from fedpop.flower.transport import Transport
@@ -29,7 +30,7 @@ from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.site.study import Survey, Training, values_of, with_values
 
-AFTERWARDS, AGREED = "afterwards.json", "agreed.json"
+AGREED = "agreed.json"
 SCALES = "scales.json"
 """How columns differ between sites, and who stopped because of its data."""
 log = logging.getLogger("fedpop.server")

@@ -8,37 +8,44 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from fedpop.errors import CheckpointError, SettingsError
+from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.participation import Everyone
-from fedpop.files import writable_folder, write_bytes, write_json
-from fedpop.flower.outcome import FEDERATION, OUTCOME
+from fedpop.files import json_lines, read_bytes, read_json, writable_folder, write_bytes, write_json
+from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.server_folder import FIT, OUTCOME, PRINTED
 from fedpop.flower.site import SiteExperiment, read_theta
+from fedpop.flower.site_records import SiteRecord
 from fedpop.flower.transport import Transport
-from fedpop.message import Tensors
+from fedpop.message import Tensors, Total
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.model import FitSettings, fitted_over
 from fedpop.mixed.saved import ANSWERS, completed, described, parts_of, write_fit
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import labels, pandas
 from fedpop.run.journal import Journal, JournaledMembers
-from fedpop.run.members import LocalMembers
+from fedpop.run.members import Asking, LocalMembers
 from fedpop.run.settings import Settings
 
 log = logging.getLogger("fedpop.server")
 
+R = TypeVar("R")
+
 WORDS = ("formula", "family", "method", "weights", "levels", "contrasts", "min_count", "missing", "na")
 """What ``[model]`` has where a federation is about a formula, as ``mixed_model`` has these words."""
-FIT, SUMMARY, PRINTED = "fit", "fit.json", "fit.txt"
+SUMMARY = "fit.json"
 """In the run's folder: the fit for ``fedpop.load``, its numbers as ``fedpop fit --json`` writes them, and
 what ``print`` shows."""
+SITES, METRICS = "sites.json", "metrics.jsonl"
+"""There, too: whose answers the fit is made of, and a line for each question."""
 DESCRIBED = "described"
 """A fit's plain values among the tensors that a site receives."""
 
@@ -53,15 +60,14 @@ class FormulaDeployment:
     settings: Settings
     terms: RoundTerms = field(default_factory=RoundTerms)
     name: str = ""
+    whom: Sequence[str] = ()
+    """Sites that are waited for when it begins: those that are admitted, where ``begin`` says nothing."""
 
     def __post_init__(self) -> None:
         if self.fit.engine_for(self.study) != "exact":
-            raise SettingsError("across sites a formula is fitted by the exact engine")
-        if not self.terms.waits:
-            raise SettingsError(
-                "a formula's likelihood is everyone's sum: [sites] quorum is 1.0, and a site that is away is "
-                "waited for"
-            )
+            raise SettingsError("across sites a formula is fitted by the exact engine, or by scoring steps")
+        if not self.terms.waits and self.fit.method == "REML":
+            raise SettingsError("REML needs everyone in every round: [sites] quorum = 1.0")
 
     @classmethod
     def of(
@@ -93,29 +99,94 @@ def run_formula(deployment: FormulaDeployment, transport: Transport, folder: Pat
     name = deployment.name or deployment.experiment
     to = writable_folder(folder / FIT)
     write_json(folder / FEDERATION, {"name": name, "formula": deployment.study.formula.text})
-    journal = Journal.open(to / ANSWERS)
-    if journal.entries:
-        log.info("%d answers are there already; the search goes on", len(journal.entries))
-    sites = RemoteMembers(
-        deployment.study, transport, deployment.experiment, deployment.terms, deployment.settings
-    )
-    members = JournaledMembers(deployment.study, journal, sites)
-    fit = fitted_over(members, deployment.study, deployment.fit)
+    members = FederatedMembers(deployment, transport, folder)
+    try:
+        fit = fitted_over(members, deployment.study, deployment.fit)
+    except FedpopError:
+        members.forget()  # sites mend what was wrong, and are asked anew
+        raise
     without = completed(fit)
     for words in without:
         log.warning("not found: %s", words)
     fit = replace(fit, points=fit.theta_points if not any("law" in w for w in without) else None)
     write_fit(fit, to)
     write_json(folder / SUMMARY, fit.plain())
-    write_bytes(folder / PRINTED, f"{fit}\n".encode())
     write_json(folder / OUTCOME, {"estimates": _rows(fit), "warnings": [*_warnings(fit), *without]})
+    write_bytes(folder / PRINTED, f"{fit}\n".encode())
     about, tensors = described(fit)
     text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
-    there = members.members
-    assert isinstance(there, RemoteMembers)
-    have = there.finish(tensors | {DESCRIBED: text}, fit.rounds, [("formula", fit.formula)])
+    have = members.finish(tensors | {DESCRIBED: text}, fit.rounds, [("formula", fit.formula)])
     log.info("the fit is at %s", ", ".join(have) or "no site")
     return fit
+
+
+class FederatedMembers(JournaledMembers):
+    """Sites whose answers are in a journal; who they are is fixed with the first answer, and each answer is a
+    line of ``metrics.jsonl``, as a round is."""
+
+    def __init__(self, deployment: FormulaDeployment, transport: Transport, folder: Path) -> None:
+        self._folder, journal = folder, Journal.open(folder / FIT / ANSWERS)
+        self._lines = _whole_lines(folder / METRICS) if journal.entries else []
+        self._started = time.monotonic() - (self._lines[-1]["seconds"] if self._lines else 0.0)
+        known = read_json(folder / SITES)["sites"] if (folder / SITES).exists() else deployment.whom
+        if journal.entries:
+            log.info("%d answers are there already; the search goes on", len(journal.entries))
+        write_bytes(folder / METRICS, "".join(f"{json.dumps(line)}\n" for line in self._lines).encode())
+        self._sites = RemoteMembers(
+            deployment.study,
+            transport,
+            deployment.experiment,
+            deployment.terms,
+            deployment.settings,
+            before={name: SiteRecord() for name in known},
+        )
+        super().__init__(deployment.study, journal, self._sites)
+
+    def ask(self, asking: Asking[R]) -> tuple[R, Total]:
+        asked = self.asked
+        found = super().ask(asking)
+        if self.asked > asked:
+            self._note(asking.question.name, found[1])
+        return found
+
+    def recorded(self, total: Total) -> None:
+        """Before the first answer is in the journal, who gave it is on the disk."""
+        if not (self._folder / SITES).exists():
+            write_json(self._folder / SITES, {"sites": list(self._sites.names)})
+
+    def _note(self, question: str, total: Total) -> None:
+        """A line about an answer, for reports, status and the live page."""
+        last = self._lines[-1] if self._lines else {}
+        line = {
+            "round": len(self._lines) + 1,
+            "question": question,
+            "left_out": [],
+            "bytes_up": total.bytes_up + last.get("bytes_up", 0),
+            "bytes_down": total.numbers["bytes_down"] + last.get("bytes_down", 0.0),
+            "seconds": round(time.monotonic() - self._started, 3),
+            **self._sites.metrics(),
+        }
+        self._lines.append(line)
+        with (self._folder / METRICS).open("a") as file:
+            file.write(f"{json.dumps(line)}\n")
+
+    def forget(self) -> None:
+        """Begin anew the next time: answers, and who gave them."""
+        for file in sorted((self._folder / FIT / ANSWERS).glob("*.safetensors")):
+            file.unlink()
+        (self._folder / SITES).unlink(missing_ok=True)
+
+    def finish(self, theta: Tensors, rounds: int, how: Sequence[tuple[str, str]]) -> list[str]:
+        """Give everyone theta; says who has it."""
+        _ = self.members  # they have the study
+        self._sites.wait(self._sites.names)
+        return self._sites.finish(theta, rounds, how)
+
+
+def _whole_lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of a file that a kill may have cut short."""
+    data = read_bytes(file) if file.exists() else b""
+    return json_lines(data[: data.rfind(b"\n") + 1], file)
 
 
 def _rows(fit: MixedFit) -> list[dict[str, Any]]:

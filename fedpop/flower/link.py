@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
+from flwr.common.config import get_fab_config, get_metadata_from_config
 from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NODE_ID, SubStatus
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate import LinkStateFactory
@@ -72,7 +73,9 @@ class FleetGrid(Grid):
         if app is not None:
             self._state.store_fab(app)
             self._door.offer_app()
-        name = (None, None, None) if app is None else ("fedpop/app", "1.0.0", app.hash_str)
+        name: tuple[str | None, str | None, str | None] = (None, None, None)
+        if app is not None:
+            name = (*get_metadata_from_config(get_fab_config(app.content)), app.hash_str)
         run = int(
             self._state.create_run(*name, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP)
         )

@@ -12,7 +12,7 @@ from typing import Any
 from fedpop.errors import CheckpointError, SettingsError
 from fedpop.flower.ledger import Ledger
 from fedpop.flower.pages import Served, serving
-from fedpop.run.callbacks import scalars
+from fedpop.run.metrics import scalars
 
 FORM = "text/plain; version=0.0.4; charset=utf-8"
 Sample = tuple[str, Mapping[str, str], float]

@@ -106,7 +106,7 @@ def effects(
     _write_table(fit.random_effects(level).reset_index().to_csv(index=False, float_format="%.6g"), out, say)
     if plot is not None:
         with writing(plot):
-            fit.plot("effects").savefig(plot)
+            fit.plot("effects", level).savefig(plot)
         say(f"{plot} is written")
 
 

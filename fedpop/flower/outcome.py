@@ -11,13 +11,14 @@ from torch import Tensor
 
 from fedpop.federation.reading import input_names
 from fedpop.files import write_json
+from fedpop.flower.server_folder import OUTCOME
 from fedpop.methods.base import PopulationPrior, role_of
 from fedpop.models.base import Model
 from fedpop.models.links import LinkedLayout
 from fedpop.models.modules import Layout
 from fedpop.population import Population
 
-FEDERATION, OUTCOME = "federation.json", "outcome.json"
+FEDERATION = "federation.json"
 SHOWN_ENTRIES = 60
 """A tensor with more of them is shown by its size."""
 OF_ALL, OF_THE_MEAN = "all sites", "mean of sites"

@@ -33,6 +33,7 @@ TESTED = ("1.41",)
 """Flower's versions with which all tests were run."""
 MODULES = (
     "app/message",
+    "common/config",
     "common/serde",
     "proto/fleet_pb2",
     "server/superlink/linkstate",
@@ -161,6 +162,27 @@ def alone(path: Path, words: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise SettingsError(words) from error
         yield
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time: a repeated message may come while the first is still being worked on."""
+    with open(path.with_suffix(".lock"), "w") as file:
+        flock(file, LOCK_EX)
+        yield
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process has locked it; the lock of a killed one is gone with it."""
+    lock = path.with_suffix(".lock")
+    if not lock.exists():
+        return False
+    with open(lock) as file:  # whoever only checks writes nothing
+        try:
+            flock(file, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def private_opener(name: str, flags: int) -> int:

@@ -32,17 +32,20 @@ from fedpop.flower.transport import Enough, Transport
 from fedpop.keys import Key
 from fedpop.message import Channel, Message, Tensors, Total
 from fedpop.methods.asking import describe_question
-from fedpop.methods.base import Algorithm, Round, guard_for
+from fedpop.methods.base import Algorithm, Round, guard_for, units_guard_for
 from fedpop.run.members import Asking, Members
 from fedpop.run.settings import Settings
 from fedpop.settings import describe
 from fedpop.site.store import LocalStore
 from fedpop.site.study import Study
+from fedpop.site.work import WITHHELD_UNITS
 
 log = logging.getLogger("fedpop.server")
 
 R = TypeVar("R")
 WEIGHTS = ("rule", "observed")
+QUIET_SECONDS, GREETED_SECONDS = 30.0, 5.0
+"""Seconds after which it is said again for whom one waits, and after a greeting said for the first time."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ class RemoteMembers(Members):
         transport.hello = self._hello()
         self.sites: dict[str, SiteRecord] = {}
         self._begun = False
+        self._anew = False
+        """Sites are greeted about another study: for a moment all of them are away."""
         self._refused: dict[str, str] = {}
         """Sites that the settings have no place for, and why."""
         self._outside: frozenset[str] = frozenset()
@@ -164,10 +169,12 @@ class RemoteMembers(Members):
     def update_study(self, study: Study, without: Collection[str] = ()) -> None:
         """Everyone is greeted anew, and says anew how many units there are; these sites stay outside."""
         here = {name: site.node for name, site in self._transport.sites.items()}
-        self._study, self.sites, self._begun, self._refused = study, {}, False, {}
+        if study.fixed and self._begun:
+            self._before = dict(self.sites)  # nobody else, and nobody less
+        self._study, self.sites, self._begun, self._refused, self._anew = study, {}, False, {}, True
         self._messages, self._outside = Aggregator(self.device), frozenset(without)
         self._transport.greet_all(self._hello())
-        self.wait(list(here) if study.fixed else (), self._terms.timeout if study.fixed else math.inf)
+        self.wait()
         self._settle(here)
 
     def _settle(self, nodes: Mapping[str, int]) -> None:
@@ -196,6 +203,10 @@ class RemoteMembers(Members):
     @property
     def waits(self) -> bool:
         return self._terms.waits
+
+    @property
+    def quorum(self) -> float:
+        return self._terms.quorum
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +274,9 @@ class RemoteMembers(Members):
     ) -> list[str]:
         """Who is there, once it is enough of them and these are among them, or patience is at its end; says
         for whom it waits. ``asked``: only those count, and are given, who can be asked for a round now."""
-        least, logged = self._terms.sites if self._begun else self._terms.first, -math.inf
+        least = self._terms.sites if self._begun else self._terms.first
+        logged = self._transport.now() - QUIET_SECONDS + GREETED_SECONDS if self._anew else -math.inf
+        whom = sorted({*whom, *self._before}) if self._study.fixed and not self._begun else whom
         end = self._transport.now() + patience
         while True:
             if asked:
@@ -278,7 +291,7 @@ class RemoteMembers(Members):
             if (len(here) >= least and not missing) or self._transport.now() > end:
                 self._begun = True
                 return here
-            if self._transport.now() - logged >= 30:
+            if self._transport.now() - logged >= QUIET_SECONDS:
                 log.info("waiting for %s; here: %s", self._lacking(here, missing, least), _listed(here))
                 logged = self._transport.now()
             self._transport.pause()
@@ -304,7 +317,8 @@ class RemoteMembers(Members):
     def _require_all(self, whom: Collection[str]) -> None:
         """Raise where a site says that it cannot take part, of those without whom nothing makes sense."""
         refused = sorted(self._transport.refused.items()) if self._study.fixed else []
-        why = [f"{n}: {w}" for n, w in refused if not self._begun or n in {*self.sites, *whom}]
+        open_ = not self._begun and not self._before
+        why = [f"{n}: {w}" for n, w in refused if open_ or n in {*self.sites, *whom}]
         if why:
             raise DataError(f"not every site can take part ({'; '.join(why)})")
 
@@ -386,7 +400,9 @@ class RemoteMembers(Members):
                 requests, replies, timeout, lambda lost: bool(self.wait(lost))
             )
         self._round, self._asked = round.number, set(requests)
-        guard = None if round.private else guard_for(method, round.broadcast, len(requests))
+        private = round.private is not None
+        guard = None if private else guard_for(method, round.broadcast, len(requests))
+        units = None if private else units_guard_for(method, round.broadcast, self.units)
         kind = method.model.initial_phi().dtype
         aggregated = self._messages.aggregate(
             "train",
@@ -398,6 +414,7 @@ class RemoteMembers(Members):
             weights=weights,
             ratio=active.ratio,
             guard=guard,
+            units=units,
             examples={n: examples_in(self.sites[n], part) for n, part in parts.items()},
             sends=method.sends,
         )
@@ -476,8 +493,11 @@ class RemoteMembers(Members):
             "key": [asking.key.round, asking.key.purpose],
             "models": describe(asking.models),
         }
+        patience = math.inf if self._study.fixed else self._terms.timeout
         if question.quorum == 1.0 and not asking.late:
-            self.wait(self.names, patience=self._terms.timeout)
+            self.wait(self.names, patience)
+        elif question.closes:
+            names = [n for n in self.wait(asked=True) if n in names]
         elif not asking.late:
             here = self._transport.present()
             names = [n for n in names if n in here] or names
@@ -485,15 +505,24 @@ class RemoteMembers(Members):
         for name in names:
             its = header | ({"units": parts[name].units} if parts else {})
             requests[name] = Request("ask", self._header(name, **its), asked)
-        replies = self._transport.send(requests, self._terms.timeout, never)
+        enough = never if not question.closes else self._terms.closing(self.names, (), self._transport.now)
+        replies = self._transport.send(requests, self._terms.timeout, enough)
+        if question.closes and not replies:  # nothing comes of nobody: whoever answers first will do
+            one = lambda there: bool(there)  # noqa: E731
+            replies = self._transport.retry_lost(
+                requests, replies, self._terms.timeout, lambda lost: bool(self.wait(asked=True)), True, one
+            )
         if question.quorum == 1.0 and not asking.late:
-            patience = self._terms.timeout
             back = lambda lost: set(lost) <= set(self.wait(lost, patience))  # noqa: E731
-            replies = self._transport.retry_lost(requests, replies, patience, back)
+            replies = self._transport.retry_lost(
+                requests, replies, self._terms.timeout, back, silent=self._study.fixed
+            )
         if question.varied:
             for name, reply in sorted(replies.items()):  # whose vectors are not everyone's
                 log.info("%s, %s: %s", name, question.name, "; ".join(reply.payloads))
         everyone = self.units + sum(self.sites[n].units for n in asking.late)
+        multiple = None if asking.method is None else asking.method.guard
+        guard = question.guard(multiple) if multiple is not None and question.guarded else None
         aggregated = self._messages.aggregate(
             question.name,
             Channel(),
@@ -503,18 +532,24 @@ class RemoteMembers(Members):
             of=everyone,
             varied=question.varied,
             sends=question.sends,
+            guard=guard,
+            examples={n: self.sites[n].examples for n in names},
+            possible=None if guard is None else question.possible,
         )
         place = positions(self.sites) | {name: part.ids for name, part in parts.items()}
         total = self._located({name: place[name] for name in names}, aggregated)
         reasons = self._transport.reasons | aggregated.reasons
         of = sum(len(place[n]) for n in names)
-        if not asking.late and total.count < question.quorum * of:
+        withheld = len(total.suspects) + total.numbers.get(WITHHELD_UNITS, 0.0)
+        if not asking.late and total.count + withheld < question.quorum * of:
             whose = "; ".join(f"{n}: {why}" for n, why in sorted(reasons.items())[:5])
             raise EstimateError(
                 f"{question.name}: {total.count} of {of} units could answer, not enough ({whose})"
             )
         for name in names:
             self.sites[name].answer(question.name, counted=name not in reasons, read=name in aggregated.read)
+        if question.excludes:
+            self._leave_out(aggregated.suspects)
         if question.lasting:
             total = self._lasting[question.name] = _together(self._lasting.get(question.name), total)
         numbers = {**total.numbers, "bytes_down": float(len(names) * _size(asked))}
@@ -522,6 +557,12 @@ class RemoteMembers(Members):
             return question.finish(known, total), replace(total, numbers=numbers)
         except (DataError, SettingsError) as error:
             raise type(error)(f"{error}{_unlike(replies) if question.varied else ''}") from error
+
+    def _leave_out(self, names: Collection[str]) -> None:
+        """These sites take no further part."""
+        self._outside |= frozenset(names)
+        for name in names:
+            del self.sites[name]
 
     def newcomers(self) -> list[str]:
         """Who is here and has not answered what lasts of the questions before the rounds, until enough of
@@ -544,7 +585,11 @@ class RemoteMembers(Members):
         last: dict[str, Any] = {"recall": self._recall, "rounds": rounds, "learned_from": self.units}
         last["how"] = [list(row) for row in how]
         requests = {n: Request("finish", self._header(n, **last), published) for n in here if n in self.sites}
-        return sorted(self._transport.send(requests, self._terms.timeout, never))
+        replies = self._transport.send(requests, self._terms.timeout, never)
+        if self._study.fixed:
+            back = lambda lost: set(lost) <= set(self.wait(lost))  # noqa: E731
+            replies = self._transport.retry_lost(requests, replies, self._terms.timeout, back)
+        return sorted(replies)
 
     # --- checkpoints -------------------------------------------------------------------------
 
@@ -553,6 +598,7 @@ class RemoteMembers(Members):
             "sites": {n: asdict(s) for n, s in self.sites.items()},
             "forms": self._messages.forms,
             "best": self._best,
+            "outside": sorted(self._outside),
             "late": self._transport.late,
             "lasting": {question: total.count for question, total in self._lasting.items()},
         }
@@ -561,6 +607,7 @@ class RemoteMembers(Members):
 
     def restore(self, state: Tensors) -> None:
         plain, known = json.loads(bytes(state["elsewhere"].tolist())), site_records_of(state)
+        self._outside = frozenset(plain["outside"])
         self.sites = known | {n: s for n, s in self.sites.items() if n not in known}
         self._messages.forms, self._best, self._transport.late = plain["forms"], plain["best"], plain["late"]
         for question, count in plain["lasting"].items():

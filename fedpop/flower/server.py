@@ -24,9 +24,9 @@ from fedpop.flower.admission import Admission
 from fedpop.flower.link import FleetGrid
 from fedpop.flower.logs import log_to
 from fedpop.flower.present import PRESENT, Present
-from fedpop.flower.processes import FAILED_CODE, Stopped, die_with_parent, stop_on_signals
+from fedpop.flower.processes import FAILED_CODE, Stopped, die_with_parent, locked, stop_on_signals
 from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_state import locked
+from fedpop.flower.server_settings import deployment
 from fedpop.flower.stock import signed
 from fedpop.flower.transport import Transport
 
@@ -63,7 +63,7 @@ def run_in(folder: ServerFolder, transport: Callable[[], Transport]) -> None:
         reached = transport()
         reached.on_wait = Present(folder.run / PRESENT)
         try:
-            rounds = folder.deployment().run(reached, folder.run)
+            rounds = deployment(folder).run(reached, folder.run)
         except FedpopError as error:
             log.error("%s", error)
             write_json(status, {"state": "failed", "why": str(error)})

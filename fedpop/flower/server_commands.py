@@ -7,14 +7,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from fedpop.errors import SettingsError
 from fedpop.files import digest_of_bytes, read_bytes, writable_folder, write_bytes, write_json
 from fedpop.flower import certificates
 from fedpop.flower.certificates import check_name
-from fedpop.flower.checks import check_deployment
-from fedpop.flower.formulas import FIT, PRINTED, FormulaDeployment
 from fedpop.flower.logs import LogLine
 from fedpop.flower.metrics import of_run, serving_metrics
 from fedpop.flower.processes import (
@@ -27,8 +27,7 @@ from fedpop.flower.processes import (
     require_flower,
     require_free,
 )
-from fedpop.flower.remote import RoundTerms
-from fedpop.flower.server_folder import FORMULA_FILE, LAYOUT, ServerFolder
+from fedpop.flower.server_folder import FIT, FORMULA_FILE, LAYOUT, PRINTED, ServerFolder
 from fedpop.flower.status import read_rounds, read_state, round_words, standing
 from fedpop.flower.stock import make_signature
 from fedpop.version import __version__
@@ -129,6 +128,11 @@ def model(inputs: int) -> fp.Composition:
 '''
 
 
+def _checks() -> Any:
+    """What looks at methods and models, and needs torch."""
+    return import_module("fedpop.flower.checks")
+
+
 def init(
     root: Path,
     name: str,
@@ -141,7 +145,7 @@ def init(
     """Make a federation's folder, where ``about`` has one for a formula; nothing in it is ever
     overwritten."""
     if about is not None:
-        FormulaDeployment.of("check", about, 0, RoundTerms(), name)  # what is wrong with it is an error now
+        _checks().check_formula(about, name)  # what is wrong with it is an error now
     check_name(name)
     host, _ = certificates.split_address(address)
     for other in hosts:
@@ -210,7 +214,7 @@ def fit(root: Path, about: Mapping[str, str], insecure: bool, say: Say) -> None:
     """Fit a further formula on the same sites, or go on; its folder goes by what it is."""
     folder = ServerFolder(root.absolute())
     _ = folder.settings  # nothing is made in a folder that is none
-    FormulaDeployment.of("check", about, 0, RoundTerms(), "check")
+    _checks().check_formula(about, "check")
     text = toml_of(about)
     words = re.sub("[^a-z0-9]+", "-", about["formula"].lower()).strip("-")[:FIT_LETTERS]
     name = f"{words}-{digest_of_bytes(text.encode())[:6]}"
@@ -220,15 +224,14 @@ def fit(root: Path, about: Mapping[str, str], insecure: bool, say: Say) -> None:
     done = ServerFolder(folder.root, name)
     if (read_state(done) or {}).get("state") != "finished":
         run(root, insecure, say, fit=name)
-    say(read_bytes(done.run / PRINTED).decode())
+    say(f"\n{read_bytes(done.run / PRINTED).decode()}")
 
 
 def run(root: Path, insecure: bool, say: Say, stock: bool = False, fit: str = "") -> None:
     """Start the server's process, and keep it going until the run is over."""
     require_flower()
     folder = ServerFolder(root.absolute(), fit)
-    admitted = sorted(key.stem for key in folder.admitted.glob("*.pub"))
-    check_deployment(folder.deployment(), folder.app, admitted)  # what is wrong is an error now
+    _checks().check_folder(folder)  # what is wrong is an error now
     certificates.split_address(folder.address)
     host, port = certificates.split_address(folder.listen)
     if folder.insecure and not insecure:

@@ -22,6 +22,7 @@ from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.files import parse_bytes, read_sealed, read_tensors, writable_folder, write_sealed, write_tensors
 from fedpop.flower.allowed import Allowed
 from fedpop.flower.ledger import Ledger
+from fedpop.flower.processes import locked
 from fedpop.flower.records import entry_of
 from fedpop.flower.requests import (
     TRIAL,
@@ -32,24 +33,26 @@ from fedpop.flower.requests import (
     refusal,
     why_not_understood,
 )
-from fedpop.flower.site_folder import SETTINGS, read_secret, read_site
-from fedpop.flower.site_state import SiteState, locked
+from fedpop.flower.site_folder import SETTINGS, read_common_key, read_secret, read_site
+from fedpop.flower.site_state import SiteState
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.methods.asking import question_from_description
 from fedpop.methods.base import Algorithm, Round
-from fedpop.mixed import gaussian, groups, laplace, quadrature
+from fedpop.mixed import common_key, gaussian, groups, laplace, quadrature, scored
+from fedpop.mixed.common_key import CommonKey
 from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.population import Population
 from fedpop.privacy.site_noise import PrivateRound
 from fedpop.questions import Question
+from fedpop.questions.schema import ColumnSquares, ColumnTotals
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
 from fedpop.site.plan import Plan
 from fedpop.site.refusal import Code, Refusal
-from fedpop.site.sites import Sites
+from fedpop.site.sites import OUTSIDE, Sites
 from fedpop.site.store import LocalStore
 from fedpop.site.study import SiteData, Study, Survey, Training, UnitData
 from fedpop.site.work import Work
@@ -59,7 +62,7 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-QUESTIONS = (groups, gaussian, laplace, quadrature, validation)
+QUESTIONS = (groups, common_key, gaussian, laplace, quadrature, scored, validation)
 """Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""
@@ -234,7 +237,17 @@ class SiteExperiment:
             raise Refusal("this site does not know the experiment: greet it first", Code.STRANGER)
         description = read_sealed(self.folder / DESCRIPTION, "a study's description")
         self._require_module(description["study"])
-        return study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+        study = study_from(description["study"], read_tensors(self.folder / MODEL, description["digest"]))
+        if isinstance(study, FormulaStudy):
+            key = CommonKey(read_common_key(self.site.folder), self._tell_shared)
+            study = replace(study, common_key=key)
+        return study
+
+    def _tell_shared(self, hashes: Sequence[int]) -> None:
+        """Only this site's log says which groups are at another site, too."""
+        names = dict(zip(self.federation.units.tolist(), self.federation.names, strict=True))
+        each = ", ".join(repr(names[one]) for one in hashes)
+        log.error("%s: at another site, too, which makes two groups of each: %s", self.name, each)
 
     def _require_module(self, study: Mapping[str, Any]) -> None:
         """A server names no code that the site's own settings do not."""
@@ -355,6 +368,9 @@ class SiteExperiment:
         if message.withheld is not None:
             message = replace(message, payloads={})
             log.warning("%s: round %d: %s", self.name, number, WITHHELD)
+        if work.odd is not None and bool(work.odd.any()):
+            whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
+            log.warning("%s: round %d: out of all proportion, left out: %s", self.name, number, whom)
         header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
         reply = headed(header, message)
         state.before, state.after = self._both_sides(sites, work, now)
@@ -388,7 +404,7 @@ class SiteExperiment:
     def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
-        question = _question(header["told"], request.tensors, self.study)
+        question = self._untelling(_question(header["told"], request.tensors, self.study))
         self.site.allowed.require_question(question)
         self._require_rows(question)
         state = self.stored_state(last_counted)
@@ -401,8 +417,15 @@ class SiteExperiment:
         plan, personal = asking.models_at(sites, self.plan)
         asked = question.ask(known) if models is not None else _part("asked.", request.tensors)
         among = self._ids(header.get("units"))
-        (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True)
+        method = self.study.algorithm
+        guard = None if method is None else method.guard
+        (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True, guard=guard)
         work.settle(work.message.received)
+        if work.odd is not None and bool(work.odd.any()):
+            whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
+            log.warning("%s: %s: out of all proportion, left out: %s", self.name, question.name, whom)
+        if question.excludes and work.odd is not None:
+            sites.updates.append((work.ids, {OUTSIDE: work.odd}))
         if sites.updates:
             for side in {id(s): s for s in (state.before, state.after)}.values():
                 for ids, states in sites.updates:
@@ -411,6 +434,16 @@ class SiteExperiment:
             state.write(self.state_file)
         about = {"site": self.site.name, "experiment": self.name, "question": question.name}
         return headed(about, work.message)
+
+    def _untelling(self, question: Question[Any]) -> Question[Any]:
+        """The question with this site's own minimum, where a formula's asks for smaller cells. (Outcomes are
+        told: sums of the response tell as much.)"""
+        study, least = self.study, self.site.small_counts.minimum
+        if not isinstance(study, FormulaStudy) or not isinstance(question, ColumnTotals | ColumnSquares):
+            return question
+        if isinstance(question, ColumnTotals) and question.categorical == (study.response,):
+            return question
+        return replace(question, minimum=max(question.minimum, least))
 
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows reveal the rows: they are not sent."""

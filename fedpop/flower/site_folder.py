@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import secrets
+import string
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,10 @@ from fedpop.flower.certificates import check_name
 
 SETTINGS = "site.toml"
 SECRET = "secret"
+COMMON_KEY, KEY_LETTERS = "common.key", 64
+"""What sites of a federation may have in common, and the server has not: 256 bits in hexadecimal."""
+FINGERPRINT_LETTERS = 16
+"""Of a key's fingerprint, which people compare."""
 KNOWN = (
     *("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules"),
     *("questions", "formulas", "columns", "minimum", "single_rows", "metrics"),
@@ -137,3 +143,41 @@ def read_secret(folder: Path) -> int:
         raise SettingsError(f"cannot read the site's secret {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise SettingsError(f"{path} does not hold a site's secret; enrol the site again") from error
+
+
+def read_common_key(folder: Path) -> bytes:
+    """The key that this site has in common with others; nothing where it has none."""
+    path = folder / COMMON_KEY
+    return key_in(path) if path.exists() else b""
+
+
+def key_in(path: Path) -> bytes:
+    """The key of a file."""
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the common key {path}: {error}") from error
+    if len(text) != KEY_LETTERS or any(letter not in string.hexdigits for letter in text):
+        raise SettingsError(f"{path} holds no common key: {KEY_LETTERS} hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def common_key(folder: Path, make: bool, take: Path | None, say: Callable[[str], None]) -> None:
+    """Make a common key, or take one that another site made, or say which one there is; never the key."""
+    read_site(folder)
+    path = folder / COMMON_KEY
+    if make and take is not None:
+        raise SettingsError("a key is made, or taken from a file: leave --make or --take out")
+    if make or take is not None:
+        if path.exists():
+            raise SettingsError(f"{path} is there already; remove it, where the sites agree on another key")
+        key = secrets.token_bytes(KEY_LETTERS // 2) if take is None else key_in(take)
+        write_bytes(path, f"{key.hex()}\n".encode(), 0o600)
+    if not path.exists():
+        say("this site has no common key: --make draws one, --take FILE takes the one that another site drew")
+        return
+    mark = hmac.digest(read_common_key(folder), b"fingerprint", "sha256").hex()[:FINGERPRINT_LETTERS]
+    say(f"{path} has the common key whose fingerprint is {mark}")
+    if make:
+        say("  give a copy of this file to the other sites, in a way in which the server has no part; each")
+        say("  one runs fedpop site key SITE --take FILE, and all have the same fingerprint")

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
 from typing import Any
 
@@ -137,27 +135,6 @@ class SiteState:
             how = "in another order" if set(state.names) == set(names) else "not all of them the same"
             raise CheckpointError(f"{path} is of {len(state.names)} units, the data have {len(names)}, {how}")
         return state
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time: a repeated message may come while the first is still being worked on."""
-    with open(path.with_suffix(".lock"), "w") as file:
-        flock(file, LOCK_EX)
-        yield
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a living process has locked it; the lock of a killed one is gone with it."""
-    lock = path.with_suffix(".lock")
-    if not lock.exists():
-        return False
-    with open(lock) as file:  # whoever only checks writes nothing
-        try:
-            flock(file, LOCK_EX | LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _bytes(data: bytes) -> torch.Tensor:

@@ -10,11 +10,10 @@ from typing import Any
 
 from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, read_bytes, read_json
-from fedpop.flower.deployment import AFTERWARDS
-from fedpop.flower.outcome import OUTCOME
+from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.present import PRESENT, read_present
-from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_state import is_locked
+from fedpop.flower.processes import is_locked
+from fedpop.flower.server_folder import AFTERWARDS, OUTCOME, PRINTED, ServerFolder
 from fedpop.run.progress import human_bytes, privacy_words
 
 NEEDED = {"round": int, "asked": int, "left_out": list, "bytes_up": int | float, "bytes_down": int | float}
@@ -65,7 +64,8 @@ def round_words(line: dict[str, Any]) -> str:
     received = f"{len(line.get('heard', []))} of {line['asked']} sites"
     loss = "" if line.get("loss") is None else f", loss {line['loss']:.4g}"
     missing = f", without {', '.join(line['left_out'])}" if line["left_out"] else ""
-    return f"round {line['round']}: {received}{loss}{missing}"
+    what = f"question {line['round']}, {line['question']}" if "question" in line else f"round {line['round']}"
+    return f"{what}: {received}{loss}{missing}"
 
 
 def standing(folder: ServerFolder, lines: Sequence[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -97,6 +97,8 @@ def standing(folder: ServerFolder, lines: Sequence[dict[str, Any]] | None = None
         "verdict": None if verdict is None else str(verdict["words"]),
         "converged": None if verdict is None else verdict["converged"],
         "afterwards": _afterwards(folder.run / AFTERWARDS),
+        "formula": _plain(folder.run / FEDERATION).get("formula"),
+        "fit": (folder.run / PRINTED).read_text() if (folder.run / PRINTED).exists() else None,
         "warnings": [str(words) for words in outcome.get("warnings", [])],
     }
 
@@ -105,7 +107,6 @@ def _sites(
     folder: ServerFolder, lines: Sequence[Mapping[str, Any]], waiting: Collection[str]
 ) -> list[dict[str, Any]]:
     """Each site that was admitted, or was heard: when, and what was wrong last."""
-    names = {key.stem for key in folder.admitted.glob("*.pub")}
     received, count = dict[str, int](), Counter[str]()
     for line in lines:
         received |= dict.fromkeys(line.get("heard", []), line["round"])
@@ -120,7 +121,7 @@ def _sites(
             "why": last.get("reasons", {}).get(name),
             "waited_for": name in waiting,
         }
-        for name in sorted({*names, *received, *last.get("reasons", {})})
+        for name in sorted({*folder.names, *received, *last.get("reasons", {})})
     ]
 
 
@@ -132,12 +133,14 @@ def status(root: Path, say: Callable[[str], None], plain: bool = False) -> None:
         return
     state = "stopped; fedpop server run goes on with it" if found["state"] == "stopped" else found["state"]
     planned = "as many as needed" if found["planned"] is None else found["planned"]
-    say(f"{found['name']}: {state}, {found['rounds']} of {planned} rounds")
+    done = f"{found['rounds']} questions" if found["formula"] else f"{found['rounds']} of {planned} rounds"
+    say(f"{found['name']}: {state}, {done}")
     if found["state"] in ("failed", "broken"):
         say(f"  why       {found['why']}")
     for site in found["sites"]:
         seen = site["last_round"] is not None
-        text = f"last message in round {site['last_round']}" if seen else "no message yet"
+        unit = "question" if found["formula"] else "round"
+        text = f"last message in {unit} {site['last_round']}" if seen else "no message yet"
         text += f"; {site['late']} of its replies came late" if site["late"] else ""
         text += f"; in the last one: {site['why']}" if site["why"] else ""
         text += "; waited for" if site["waited_for"] else ""
@@ -157,6 +160,8 @@ def status(root: Path, say: Callable[[str], None], plain: bool = False) -> None:
         say(f"  {name.replace('_', ' ')}: {words}")
     for words in found["warnings"]:
         say(f"  warning   {words}")
+    if found["fit"] is not None:
+        say(f"\n{found['fit'].rstrip()}")
 
 
 def _plain(file: Path) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class Transport:
         """Why sites have no reply in the last ``send``."""
         self.lost: set[str] = set()
         """Those of them whose node went away."""
+        self.silent: set[str] = set()
+        """Those of them who are there and did not answer in time."""
         self.on_wait: Callable[[str, Collection[str]], None] = lambda what, whom: None
         """Called with what is asked and who has not answered yet."""
 
@@ -210,7 +212,8 @@ class Transport:
             if code_of(reply).greet:
                 self._forget(name)
                 self.lost.add(name)
-        for name in there.keys() - found.keys():
+        self.silent = there.keys() - found.keys()
+        for name in self.silent:
             self.reasons[name] = "it did not answer in time"
         return accepted
 
@@ -226,15 +229,20 @@ class Transport:
         replies: Mapping[str, Message],
         timeout: float | None,
         back: Callable[[list[str]], bool],
+        silent: bool = False,
+        enough: Enough = lambda replies: False,
     ) -> dict[str, Message]:
-        """Replies of those, too, whose node went away meanwhile, once they are ``back``: the same request
-        again, to which a site that had worked on it gives the same reply."""
+        """Replies of those, too, whose node went away meanwhile, once they are ``back``, and of those who
+        were ``silent``, where they are wanted: the same request again, to which a site that had worked on it
+        gives the same reply."""
         accepted, reasons = dict(replies), dict(self.reasons)
-        while lost := sorted(self.lost & requests.keys()):
-            log.info("%s went away, and must answer", ", ".join(lost))
+        while lost := sorted((self.lost | (self.silent if silent else set())) & requests.keys()):
+            if enough(accepted):
+                break
+            log.info("%s must answer, and went away or was silent for long", ", ".join(lost))
             if not back(lost):
                 break
-            accepted |= self.send({n: requests[n] for n in lost}, timeout, lambda replies: False)
+            accepted |= self.send({n: requests[n] for n in lost}, timeout, enough)
             reasons = {n: why for n, why in reasons.items() if n not in lost} | self.reasons
         self.reasons = reasons
         return accepted

@@ -376,6 +376,18 @@ class Target:
         log_det = log_root.sum(1) * (blocks if factor.matrix.shape[1] == 1 else 1)
         return joint + 0.5 * mean.shape[-1] * math.log(2 * math.pi) + log_det
 
+    def departure(self) -> Tensor:
+        """r' V^-1 r, ``[C]``, of the residuals r = y - F mu and their covariance V, where posteriors are
+        Gaussian: how far data lie from what theta expects. Half of it, less half the number of targets, is
+        the score in a factor on all variances."""
+        local = self.likelihood
+        assert isinstance(local, LinearLikelihood)
+        none = local.y.new_zeros((1, local.outputs))
+        here = self.value(self.posterior_mean.unsqueeze(1)).squeeze(1)
+        peak = self.prior.log_prob(self.beta, self.prior.mu(self.beta).reshape(1, 1, -1)).squeeze()
+        peak = peak + local.sizes * local.likelihood.log_prob(none, none, local.params)
+        return 2 * (peak - here).clamp(min=0)
+
     def likelihood_curvature(self) -> Tensor | None:
         """The trace of the bound on -hess log p(D_i | z), per output, ``[C, 1]``; None without a bound."""
         local = self.likelihood

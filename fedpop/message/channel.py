@@ -19,6 +19,8 @@ from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key, unit_of
 from fedpop.message.compressors import Compressor, Identity
 from fedpop.message.message import (
+    NAMED,
+    PLAIN,
     Message,
     Payload,
     Tensors,
@@ -49,6 +51,8 @@ def resolve_compressor(compressor: Compressor | str) -> Compressor:
     )
 
 
+ROUNDING = 1e-5
+"""Of vectors in single precision that were clipped: so much longer they may arrive."""
 AS_IT_IS = Identity()
 """What becomes of vectors that are not compressed."""
 
@@ -239,6 +243,30 @@ class Channel(Checked):
             seen[name] = (vector.to(kind) if base in self.compressed else vector).unsqueeze(0)
         size = sum(len(payload.data) for payload in message.payloads.values())
         return replace(message, vectors=seen, bytes=size)
+
+    def bounded(self, message: Message, weight: float = 1.0) -> tuple[Message, list[str]]:
+        """What one site sent, clipped again, whatever it did itself: an honest vector has no more than the
+        bound, times the site's participation weight where that acts there, times what its compressor may add.
+        And the names of those that were longer."""
+        if self.clip is None:
+            return message, []
+        (site,) = message.sites.tolist()
+        seen, longer = dict(message.vectors), []
+        for name, v in message.vectors.items():
+            base = base_name(message, name)
+            if base not in (self.clipped or self.compressed):
+                continue
+            factor = 1.0
+            if name.startswith(NAMED):
+                factor = abs(float(message.named[name.removeprefix(NAMED)][1].reshape(-1)[0]))
+            elif message.weighted and not name.startswith(PLAIN):
+                factor = weight
+            most = self.clip * factor * self._for(base, site).longest(v.shape[1]) * (1 + ROUNDING)
+            norm = float(torch.linalg.vector_norm(v, dtype=torch.float64))
+            if norm > most:
+                seen[name] = v * (most / norm)
+                longer.append(name)
+        return replace(message, vectors=seen), longer
 
     def decode(self, name: str, payload: Payload, site: int) -> Tensor:
         """The vector as the server sees it, in float32 or the type it was sent in."""

@@ -8,12 +8,13 @@ single values are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from fedpop.errors import SettingsError
 from fedpop.message.guard import COUNTS
-from fedpop.message.message import NAMED, PLAIN
+from fedpop.message.message import Message, base_name
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ VECTORS: Mapping[str, Sent] = {
     "J": Sent("mean gradient of the log-likelihood in phi (line 17), or the local move that takes its place"),
     "curvature": Sent("trace of a bound on the likelihood's curvature in z; or its largest eigenvalue"),
     "examples": Sent("number of training examples"),
+    "departure": Sent("how far data lie from what theta expects of them, r' V^-1 r"),
     "evidence": Sent("log marginal likelihood, and its parts"),
     "gradient": Sent("gradient of the log marginal likelihood in theta"),
     "hessian": Sent("lower triangle of its Hessian"),
@@ -53,6 +55,11 @@ VECTORS: Mapping[str, Sent] = {
     "w": Sent("state of the travelling chain (FSGLD), or weights; the relay needs it as it is", clear=True),
     "precision": Sent("precision of the client's Gaussian surrogate (FSGLD)"),
     "shift": Sent("the same, times its mean"),
+    "means": Sent("class means of features, a client's own and the shared ones interpolated, times n"),
+    "covariance": Sent("covariance of features within classes, interpolated likewise, times n"),
+    "dm": Sent("move of the mean of the head's posterior, over its squared spread (pFedVEM)"),
+    "1/rho^2": Sent("one over that spread"),
+    "mean": Sent("mean features of the client's data (FedDBE), times n, in the first round"),
     "z/rho": Sent("the client's auxiliary variable over its tolerance (DG-LMC)"),
     "1/rho": Sent("one over the tolerance"),
     "U": Sent("gradient of the potential, less what the server remembers (QLSD)"),
@@ -85,6 +92,9 @@ VECTORS: Mapping[str, Sent] = {
     "d1": Sent("those of the log-determinants"),
     "s2": Sent("second derivatives of what is left"),
     "d2": Sent("those of the log-determinants"),
+    "start *": Sent("the same sums at the stage's first theta, where rounds close on a quorum"),
+    "bins": Sent("sites that have a group in a bin, addressed by HMAC(their common key, its name)"),
+    "keys": Sent("groups of sites that have such a key, by a keyed hash that says which key it is"),
     "left out": Sent("rows of tables that were left out because something is missing in them"),
     "[*": Sent(
         "rows, sums and squares of a column, rows in which it is missing, rows of a level and its place in "
@@ -106,7 +116,8 @@ NUMBERS: Mapping[str, Sent] = {
     "head_steps": Sent("work: examples through heads"),
     "backbone_passes": Sent("work: forward and backward passes of one example"),
     "weight": Sent("participation weights, summed over units"),
-    COUNTS + "*": Sent("messages by the power of two of their norms", bound=1.0),
+    COUNTS + "*": Sent("messages, or units of a site, by the power of two of their norms", bound=1.0),
+    "units withheld": Sent("units that their site left out, out of all proportion", bound=1.0),
 }
 """What travels beside the vectors."""
 
@@ -131,14 +142,12 @@ HEADER: Mapping[str, Sent] = {
 """What a message between machines says of itself; none of it depends on values in the data."""
 
 
-def require_declared(vectors: Iterable[str], numbers: Iterable[str], sends: Mapping[str, object]) -> None:
-    """Raise where something would leave a site that neither this page nor the sender's ``sends`` declares."""
-    for name in vectors:
-        if name in VECTORS or name in sends or name.startswith(NAMED):
-            continue
-        if not _listed(name.removeprefix(PLAIN), VECTORS, sends):
+def require_declared(message: Message, sends: Mapping[str, object]) -> None:
+    """Raise where a message holds something that neither this page nor the sender's ``sends`` declares."""
+    for name in chain(message.vectors, message.sums, message.payloads):
+        if name not in VECTORS and not _listed(base_name(message, name), VECTORS, sends):
             raise _undeclared("vector", name)
-    for name in numbers:
+    for name in message.numbers:
         if name not in NUMBERS and not _listed(name, NUMBERS, sends):
             raise _undeclared("number", name)
 

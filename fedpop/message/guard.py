@@ -1,13 +1,15 @@
 """One absurd message must not move everybody: what is out of all proportion is left out, and named.
 
 A message is out of proportion when its norm is more than so many times what is usual, as a whole and per
-example. Usual is the median over the messages of a round, the largest of all rounds so far: the majority can
-never be out of proportion, and a run that converges does not become more suspicious. The median comes from a
-sum: with its message each site sends a one for the power of two that its norm lies below, and the server has
-counts of norms. What is usual is broadcast, so that a site judges its own message before it sends it; where
-the server sees single messages it looks at them, too. A site that holds a message back sends these counts
-alone, so that it cannot shut itself out for longer than the others do. Where only a sum over clients is made,
-one that is far larger than usual is made again client by client.
+example (of states, as a whole alone). Usual is the median over the messages of a round, the largest of all
+rounds so far: the majority can never be out of proportion, and a run that converges does not become more
+suspicious. The median comes from a sum: with its message each site sends a one for the power of two that its
+norm lies below, and the server has counts of norms. What is usual is broadcast, so that a site judges its own
+message before it sends it; where the server sees single messages it looks at them, too. A site of several
+units judges each of them in the same way before it adds them up, against the median over units of all sites.
+A site that holds a message back sends these counts alone, so that it cannot shut itself out for longer than
+the others do. Where only a sum over clients is made, one that is far larger than usual is made again client
+by client.
 
 A norm sees what is too large. It does not see a message of the usual size with the wrong sign, noise of the
 usual size, or one that is sent twice.
@@ -35,6 +37,8 @@ COUNTS = "norms."
 """Before the names of counts: ``norms.J.each.3`` counts messages whose J has a norm per example of at most 8
 (and more than 4), ``norms.J.whole.3`` the same of norms as they are."""
 KINDS = ("each", "whole")
+UNITS = "units."
+"""Before the names of vectors where norms are those of single units, which a site of several adds up."""
 LOWEST_POWER, HIGHEST_POWER = -160, 1023
 """Powers of two that are distinguished."""
 
@@ -57,14 +61,25 @@ class Guard:
         broadcast: Mapping[str, Tensor],
         messages: int,
         unseen: bool = False,
+        states: bool = False,
+        of: str = "",
     ) -> None:
         self.multiple = multiple
+        self.states = states
+        """Vectors are states: how many examples they are made of says nothing of their norms."""
+        self.of = of
+        """Before the names of counts and of what is usual."""
         self.unseen = unseen
         """Nobody sees a message but its site: it goes by what was broadcast alone, and always counts."""
         self.names = names if messages >= MESSAGES_FOR_A_MEDIAN or unseen else ()
-        self._usual = {n: broadcast[f"usual.{n}"].double() for n in names if f"usual.{n}" in broadcast}
-        self._sums = {n: float(broadcast[f"usual.sum.{n}"]) for n in names if f"usual.sum.{n}" in broadcast}
+        known, fused = f"usual.{of}", f"usual.sum.{of}"
+        self._usual = {n: broadcast[known + n].double() for n in names if known + n in broadcast}
+        self._sums = {n: float(broadcast[fused + n]) for n in names if fused + n in broadcast}
         self._fused: dict[str, float] = {}
+        # Of units nothing may be known yet: a sum over several of them is longer.
+        self._longer = {
+            n: broadcast[f"usual.{n}"].double() for n in names if of and f"usual.{n}" in broadcast
+        }
 
     # --- at a site ---------------------------------------------------------------------------
 
@@ -76,9 +91,9 @@ class Guard:
             return message
         numbers, norms, out = dict(message.numbers), Tensors(), torch.zeros_like(message.received)
         for name in seen:
-            both = norms[name] = _norms(message.vectors[name], examples)
+            both = norms[name] = self._norms(message.vectors[name], examples)
             some = message.received & (both[1] > 0)
-            numbers |= _counts(name, both[:, some])
+            numbers |= _counts(self.of + name, both[:, some])
             # Of the round only where this process sees enough of it, and may look.
             usual = self._usual.get(name) if self.unseen else self._now(name, numbers)
             if usual is not None:
@@ -89,6 +104,22 @@ class Guard:
         if len(out) == 1:  # it adds its counts and nothing else
             message = replace(message, numbers={n: v for n, v in numbers.items() if n.startswith(COUNTS)})
         return replace(message.without(out), withheld=out)
+
+    def judged(self, answer: Answer, examples: Tensor) -> tuple[Answer, Tensor]:
+        """An answer of units that a site adds up, without those of which a vector is far longer than what
+        was broadcast as usual, or than is usual here; which ones these are, ``[C]``. Their norms count."""
+        out, cost = torch.zeros_like(answer.good), dict(answer.cost)
+        for name in self.names:
+            if name not in answer.vectors:
+                continue
+            both = self._norms(answer.vectors[name], examples)
+            counts = _counts(self.of + name, both[:, answer.good & (both[1] > 0)])
+            cost |= counts
+            usual = self._now(name, counts)
+            usual = self._longer.get(name) if usual is None else usual
+            if usual is not None:
+                out = out | self._absurd(both, usual.to(both), answer.good)
+        return replace(answer, good=answer.good & ~out, cost=cost), out
 
     def _quiet(self, name: str, vectors: Tensor) -> bool:
         """Of many rows: neither is one of them too long nor most of them longer than usual, so there is
@@ -106,8 +137,8 @@ class Guard:
         for name in self.names:
             if name not in answer.vectors or self._quiet(name, answer.vectors[name]):
                 continue
-            both = _norms(answer.vectors[name], examples)
-            usual = self._now(name, _counts(name, both[:, answer.good & (both[1] > 0)]))
+            both = self._norms(answer.vectors[name], examples)
+            usual = self._now(name, _counts(self.of + name, both[:, answer.good & (both[1] > 0)]))
             if usual is not None and bool(self._absurd(both, usual.to(both), answer.good).any()):
                 return True
         sizes = {n: float(torch.linalg.vector_norm(answer.sums[n])) for n in self.names if n in answer.sums}
@@ -130,16 +161,49 @@ class Guard:
             usual = self._now(name, numbers)
             if usual is not None:
                 v = message.vectors[name]
-                both = message.norms[name] if name in message.norms else _norms(v, examples)
+                both = message.norms[name] if name in message.norms else self._norms(v, examples)
                 out = out | self._absurd(both, usual.to(both), message.received)
         return out
+
+    def counted(self, message: Message, examples: Tensor) -> dict[str, float]:
+        """Counts of the norms of these messages, by who sees them."""
+        found: dict[str, float] = {}
+        for name in self.names:
+            if name in message.vectors:
+                both = self._norms(message.vectors[name], examples)
+                found |= _counts(self.of + name, both[:, message.received & (both[1] > 0)])
+        return found
+
+    def beyond(self, message: Message, examples: Tensor, counts: Mapping[str, float]) -> Tensor:
+        """Which of these messages ``[S]`` are out of proportion to those that were counted."""
+        out = torch.zeros_like(message.received)
+        for name in self.names:
+            usual = self._now(name, counts) if name in message.vectors else None
+            if usual is not None:
+                both = self._norms(message.vectors[name], examples)
+                out = out | self._absurd(both, usual.to(both), message.received)
+        return out
+
+    def far(self, sizes: Tensor, examples: Tensor) -> Tensor:
+        """Which of these sizes ``[C]``, of units that are added up at once, are far above the median."""
+        both = torch.stack((sizes / examples.clamp(min=1), sizes)).double()
+        some = both[:, torch.isfinite(both).all(0) & (sizes > 0)]
+        if some.shape[1] < MESSAGES_FOR_A_MEDIAN:
+            return torch.zeros_like(sizes, dtype=torch.bool)
+        out: Tensor = (both > self.multiple * some.median(1, keepdim=True).values).all(0)
+        return out
+
+    def _norms(self, vectors: Tensor, examples: Tensor) -> Tensor:
+        """Norms per example and as they are, ``[2, S]``; those that are not finite are judged elsewhere."""
+        norm = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
+        return torch.stack((norm if self.states else norm / examples.clamp(min=1), norm))
 
     def _absurd(self, both: Tensor, usual: Tensor, there: Tensor) -> Tensor:
         return there & (both > self.multiple * usual.unsqueeze(1)).all(0)
 
     def _now(self, name: str, numbers: Mapping[str, float]) -> Tensor | None:
         """The median of the round, or of earlier ones if that was larger."""
-        now, earlier = _median(name, numbers), self._usual.get(name)
+        now, earlier = _median(self.of + name, numbers), self._usual.get(name)
         if now is None or earlier is None:
             return earlier if now is None else now
         return torch.maximum(now, earlier.to(now))
@@ -150,17 +214,11 @@ class Guard:
         for name in dict.fromkeys((*self._usual, *self.names)):
             now = self._now(name, numbers)
             if now is not None:
-                out[f"usual.{name}"] = now.cpu()
+                out[f"usual.{self.of}{name}"] = now.cpu()
         for name, most in (self._sums | self._fused).items():
             most = max(most, self._sums.get(name, 0.0))
-            out[f"usual.sum.{name}"] = torch.tensor(most, dtype=torch.float64)
+            out[f"usual.sum.{self.of}{name}"] = torch.tensor(most, dtype=torch.float64)
         return out
-
-
-def _norms(vectors: Tensor, examples: Tensor) -> Tensor:
-    """Norms per example and as they are, ``[2, S]``; those that are not finite are judged elsewhere."""
-    norm = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
-    return torch.stack((norm / examples.clamp(min=1), norm))
 
 
 def _counts(name: str, both: Tensor) -> dict[str, float]:

@@ -47,6 +47,8 @@ class Answer:
     named: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict)
     """Further sums that the method wants: of which vector, with which coefficients ``[C]``."""
     rows: Tensor | None = None
+    odd: Tensor | None = None
+    """Units that are not good because what they have is out of all proportion, ``[C]``."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def weighed(message: Message, weights: Tensor, plain: tuple[str, ...]) -> Messag
 def base_name(message: Message, name: str) -> str:
     """The method's name of a vector that may be sent in several forms."""
     if name.startswith(NAMED):
-        return message.named[name.removeprefix(NAMED)][0]
+        return message.named.get(name.removeprefix(NAMED), (name,))[0]
     return name.removeprefix(PLAIN)
 
 

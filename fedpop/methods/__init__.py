@@ -11,7 +11,9 @@ from fedpop.methods.dg_lmc import DGLMC
 from fedpop.methods.ditto import Ditto
 from fedpop.methods.fedavg import FedAvg
 from fedpop.methods.fedavg_ft import FedAvgFT
+from fedpop.methods.fedbabu import FedBABU
 from fedpop.methods.fedbe import Distillation, FedBE
+from fedpop.methods.feddbe import FedDBE
 from fedpop.methods.fedper import FedPer
 from fedpop.methods.fedprox import FedProx
 from fedpop.methods.fedrep import FedRep
@@ -23,7 +25,9 @@ from fedpop.methods.lg_fedavg import LGFedAvg
 from fedpop.methods.local_only import LocalOnly
 from fedpop.methods.marginal_ml import MaximumMarginalLikelihood
 from fedpop.methods.per_fedavg import PerFedAvg
+from fedpop.methods.pfedfda import PFedFDA
 from fedpop.methods.pfedme import PFedMe
+from fedpop.methods.pfedvem import PFedVEM
 from fedpop.methods.qlsd import QLSD
 from fedpop.methods.scaffold import SCAFFOLD
 from fedpop.models.base import Model
@@ -45,7 +49,9 @@ __all__ = [
     "Facts",
     "FedAvg",
     "FedAvgFT",
+    "FedBABU",
     "FedBE",
+    "FedDBE",
     "FedPer",
     "FedProx",
     "FedRep",
@@ -54,7 +60,9 @@ __all__ = [
     "LGFedAvg",
     "LocalOnly",
     "MaximumMarginalLikelihood",
+    "PFedFDA",
     "PFedMe",
+    "PFedVEM",
     "PerFedAvg",
     "Round",
     "rebuild",
@@ -74,6 +82,10 @@ METHODS: dict[str, type[Algorithm]] = {
         FedPer,
         FedRep,
         LGFedAvg,
+        FedBABU,
+        FedDBE,
+        PFedFDA,
+        PFedVEM,
         Ditto,
         APFL,
         PerFedAvg,

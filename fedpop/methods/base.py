@@ -43,6 +43,7 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Channel, Choice, Guard, Tensors, Total
 from fedpop.message.declared import Sent
 from fedpop.message.fixed_point import FixedPoint
+from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN, UNITS
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.privacy.site_noise import PrivateRound
@@ -178,7 +179,9 @@ class Algorithm(Setting, ABC):
     participation: ClassVar[str] = "any"
     """Who may take part in a round: ``any``, ``full`` (everyone, always) or ``one`` (a relay)."""
     guarded: ClassVar[tuple[str, ...]] = ()
-    """Vectors that are moves or gradients, whose norms the guard looks at; states have none that is usual."""
+    """Vectors whose norms the guard looks at: moves, gradients, or states."""
+    sends_states: ClassVar[bool] = False
+    """They are states, whose norms do not grow with the number of examples."""
     compressed: ClassVar[tuple[str, ...]] = ()
     """Vectors that may be compressed without bias; a method that names none refuses a compressor."""
     clipped: ClassVar[tuple[str, ...]] = ()
@@ -434,10 +437,19 @@ def guard_for(method: Algorithm, broadcast: Tensors, messages: int, unseen: bool
     """What looks at the messages of a round, given what was broadcast as usual. Where they are ``unseen`` it
     counts their norms in any case, which the form of their sum follows."""
     if unseen and method.guarded:
-        return Guard(method.guard or math.inf, method.guarded, broadcast, messages, unseen)
+        multiple, states = method.guard or math.inf, method.sends_states
+        return Guard(multiple, method.guarded, broadcast, messages, unseen, states)
     if method.guard is None or not method.guarded or method.participation == "one":
         return None
-    return Guard(method.guard, method.guarded, broadcast, messages)
+    return Guard(method.guard, method.guarded, broadcast, messages, states=method.sends_states)
+
+
+def units_guard_for(method: Algorithm, broadcast: Tensors, units: int) -> Guard | None:
+    """What looks at the units of a site before it adds them up."""
+    if method.guard is None or not method.guarded or method.participation == "one":
+        return None
+    several = max(units, MESSAGES_FOR_A_MEDIAN)  # it goes by what was broadcast where there are few
+    return Guard(method.guard, method.guarded, broadcast, several, states=method.sends_states, of=UNITS)
 
 
 # --- roles: what only some methods are -------------------------------------------------------

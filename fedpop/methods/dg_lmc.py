@@ -64,7 +64,8 @@ class DGLMC(PosteriorSamples, Asks):
             after burn-in.
         compressor: Stays "identity": what clients send are states.
         clip: Stays None: a shortened state is another one.
-        guard: Does nothing here: clients send states, whose norms have no usual size.
+        guard: How many times the usual norm makes a client's state absurd, so that it is left out;
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.ones(50, 1)
@@ -91,6 +92,8 @@ class DGLMC(PosteriorSamples, Asks):
         instance="phi empty, z whole, mu drawn",
     )
     participation: ClassVar[str] = "full"
+    guarded: ClassVar[tuple[str, ...]] = ("z/rho", "1/rho")
+    sends_states: ClassVar[bool] = True
 
     def questions(self, facts: Facts, key: Key) -> Sequence[Question[Tensors]]:
         known = self.step is not None and self.rho is not None

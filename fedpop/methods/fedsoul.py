@@ -99,6 +99,7 @@ class FedSOUL(FedSOUK, Chooses):
             start=self.start,
             final=self.final,
             ball=self.on_phi.ball,
+            guard=self.guard,
         )
 
     def under_privacy(self) -> FedSOUL:

@@ -57,7 +57,8 @@ class L2GD(WholeModel, Staged):
             default.
         compressor: Stays "identity": what clients send are states.
         clip: Stays None: a shortened state is another one.
-        guard: Does nothing here: clients send states, whose norms have no usual size.
+        guard: How many times the usual norm makes a client's state absurd, so that it is left out;
+            1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -78,6 +79,8 @@ class L2GD(WholeModel, Staged):
     as_it_is: ClassVar[str] = "clients send states, and a shortened state is another one"
     about: ClassVar[About] = About("Hanzely and Richtarik, 2020", personalised=True)
     participation: ClassVar[str] = "full"
+    guarded: ClassVar[tuple[str, ...]] = ("x",)
+    sends_states: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,12 +31,14 @@ from fedpop.kernels import Hierarchy
 from fedpop.kernels.evidence import Evidence, evidence, runs_in_double
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN
 from fedpop.message.message import prefixed, unprefixed
 from fedpop.methods.base import About, EndsByItself, Facts, Round
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models.modules import has_dropout
 from fedpop.priors.base import Sets, into_ball
 from fedpop.questions import Question
+from fedpop.questions.contributions import Contributions
 from fedpop.server.quasi_newton import SearchState, begun_again, tell
 
 SEARCH_NATS = 1e-7
@@ -97,7 +99,8 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         ball: The largest norm of phi; None (the default) is a million times that of its start, or of one.
         compressor: Stays "identity": a search for an optimum wants sums as they are.
         clip: Stays None, for the same reason.
-        guard: Does nothing here: values and gradients have no usual size.
+        guard: How many times the median of what a client adds to score and information, where theta starts,
+            makes it absurd: it is named, and takes no part in the search; 1000 by default, None for never.
 
     >>> import torch, fedpop as fp
     >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
@@ -139,7 +142,11 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
     # --- what a round asks -------------------------------------------------------------------
 
     def questions(self, facts: Facts, key: Key) -> tuple[Question[Tensors], ...]:
-        return tuple(self.start_questions(self.first_phi(facts, key), facts.restart, anneals=True))
+        phi = self.first_phi(facts, key)
+        asked = tuple(self.start_questions(phi, facts.restart, anneals=True))
+        if self.guard is None or facts.clients < MESSAGES_FOR_A_MEDIAN:
+            return asked
+        return (*asked, Contributions(self.hierarchy, phi))
 
     def init(self, facts: Facts, key: Key, known: Tensors) -> Tensors:
         """The server's state before the first round: the first trial is the start itself."""
@@ -214,9 +221,9 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         theta, hyper, prior = state.trial, self.hyperprior, self.hierarchy.prior
         size = self.model.phi_layout.size
         phi, beta = theta[:size], theta[size:]
-        value = float(total.estimate("evidence", theta.new_zeros(1))) + hyper.value(prior, phi, beta)
+        value = float(total.plain_sum("evidence", theta.new_zeros(1))) + hyper.value(prior, phi, beta)
         f = -value if total.count >= heard else float("inf")
-        slope = total.estimate("gradient", theta)
+        slope = total.plain_sum("gradient", theta)
         slope = slope + torch.cat((hyper.phi_grad(phi), hyper.beta_grad(prior, beta)))
         inside = partial(self._project, server)
         learned = torch.cat((torch.ones_like(phi), prior.mask(torch.ones_like(beta)))) > 0
@@ -228,7 +235,7 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
             curvature = hyper.curvature(prior, phi, beta)
             triangle = _triangle(curvature)
             lower = torch.zeros_like(curvature)
-            lower[triangle] = total.estimate("hessian", curvature[triangle])
+            lower[triangle] = total.plain_sum("hessian", curvature[triangle])
             curvature = curvature - lower - lower.tril(-1).mT
             # What is fixed, or held at a bound, has no part in it.
             curvature = torch.where(free.unsqueeze(1) & free, curvature, torch.diag((~free).to(theta.dtype)))

@@ -138,6 +138,8 @@ class WholeModel(Algorithm):
 
         Features are computed once, so a mask of the body's dropout serves all epochs.
         """
+        if cohort.longest == 0:
+            return z
         with torch.no_grad():
             rows = self.model.dropout_keys(cohort, key) if dropout else None
             features, own = self.model.features(phi, cohort, rows), key.at(purpose="head")

@@ -365,8 +365,8 @@ def marginal_means(
     index = pd.Index(names, name=" ".join(of))
     found = table(laws, means, index, level, tests=False)
     if not fit.family.gaussian:
-        eta = torch.from_numpy(found["estimate"].to_numpy().copy()).unsqueeze(1)
-        found["response"] = fit.family.likelihood.mean(eta, {}).squeeze(1).numpy()
+        eta = torch.from_numpy(found["estimate"].to_numpy().copy())
+        found["response"] = fit.family.mean(eta).numpy()
     pairs = list(combinations(range(len(cells)), 2))
     rows_apart = torch.stack([means[i] - means[j] for i, j in pairs]) if pairs else means[:0]
     labels = [f"{names[i]} - {names[j]}" for i, j in pairs]

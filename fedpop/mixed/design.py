@@ -111,14 +111,16 @@ class Design:
         given: Mapping[str, Sequence[Any]],
         minimum: int,
         contrasts: Mapping[str, str] | None = None,
+        at_sites: bool = False,
     ) -> Design:
         """From the federation's summary; ``given`` are levels in the user's order, ``contrasts`` how columns
-        are coded."""
+        are coded. Where rows are ``at_sites``, these say for themselves whether they have others than
+        these."""
         levels = {}
         for name, found in summary.items():
             if not isinstance(found, Levels):
                 continue
-            if found.suppressed:
+            if found.suppressed and not (at_sites and len(found.names) > 1):
                 raise DataError(
                     f"column {name!r} has {found.suppressed} row(s) at levels of fewer than "
                     f"{minimum} rows, which are "

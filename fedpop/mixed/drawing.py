@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedpop.errors import SettingsError
 from fedpop.keys import Key, units_of
 from fedpop.message import Tensors
+from fedpop.mixed.families import Family
 from fedpop.mixed.nesting import RowOrder, spans
-from fedpop.mixed.response import Family, Response, ways
+from fedpop.mixed.response import Response, ways
 from fedpop.mixed.table import Rows
 
 
@@ -32,13 +32,14 @@ class Drawing:
     root: Tensor
     """A factor of the random effects' covariance ``[q, q]``."""
     sigma: float
+    dispersion: float
     seed: int
     replicate: int
     widths: tuple[int, ...]
     """Random effects of each level, the innermost first."""
 
     def description(self) -> tuple[dict[str, Any], Tensors]:
-        plain: dict[str, Any] = {n: getattr(self, n) for n in ("sigma", "seed", "replicate")}
+        plain: dict[str, Any] = {n: getattr(self, n) for n in ("sigma", "dispersion", "seed", "replicate")}
         plain["widths"] = list(self.widths)
         return plain, {"drawn_b": self.b, "drawn_root": self.root}
 
@@ -77,8 +78,8 @@ class Drawing:
             y = (eta + self.sigma * noise / weight.sqrt()).numpy()
         else:
             uniform = draw.uniform(units, (int(sizes.max()),), torch.float64)[owner, place].numpy()
-            mean = family.likelihood.mean(eta.unsqueeze(1), {}).squeeze(1).numpy()
-            y = _counts(family, mean, weight.numpy(), uniform)
+            family = family.at(self.dispersion)
+            y = family.drawn(family.mean(eta).numpy(), weight.numpy(), uniform)
         out = np.empty(len(y))
         out[at] = y
         constant = known.constant
@@ -94,14 +95,3 @@ def _inside(order: RowOrder, level: int, owner: Tensor, start: Tensor) -> tuple[
     count = torch.from_numpy(order.begins[:, level]).long().cumsum(0)
     inside = count - count[start][owner]
     return inside, int(inside.max()) + 1
-
-
-def _counts(family: Family, mean: np.ndarray, weight: np.ndarray, uniform: np.ndarray) -> np.ndarray:
-    """By inversion: one uniform number gives one count."""
-    from scipy import stats  # takes a second
-
-    if family.binomial:
-        return np.asarray(stats.binom.ppf(uniform, weight, mean) / weight)
-    if family.name == "poisson":
-        return np.asarray(stats.poisson.ppf(uniform, mean))
-    raise SettingsError(f"responses of a {family.name} model cannot be drawn")

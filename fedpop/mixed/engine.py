@@ -95,6 +95,8 @@ class ThetaPoint:
     b: Tensor
     factor: Tensor
     sigma: float = 1.0
+    dispersion: float = 1.0
+    """Of families that have one."""
 
     def sigma_matrix(self, units: Coordinates) -> Tensor:
         """The random effects' covariance on the user's scale."""
@@ -127,7 +129,8 @@ class Engine(ABC):
 
     @abstractmethod
     def vector(self, point: ThetaPoint) -> Tensor:
-        """All parameters in one vector: b, the factor's entries and, where there is one, log sigma."""
+        """All parameters in one vector: b, the factor's entries and, where there is one, log sigma or that of
+        the dispersion."""
 
     @abstractmethod
     def point(self, x: Tensor) -> ThetaPoint:
@@ -143,7 +146,8 @@ class Engine(ABC):
 
     @abstractmethod
     def spread(self, point: ThetaPoint) -> Tensor:
-        """The covariance of the estimates of the factor's entries and, where there is one, of log sigma."""
+        """The covariance of the estimates of the factor's entries and, where there is one, of log sigma or of
+        the logarithm of the dispersion."""
 
     @abstractmethod
     def effects(self, point: ThetaPoint) -> None:
@@ -190,7 +194,7 @@ LARGEST_NEWTON = 12
 """Parameters up to which every evaluation has the Hessian with it: fewer rounds, each with more numbers."""
 
 POLISHING_STEPS = 3
-POLISHED_NATS = 1e-14
+POLISHED_NATS = 1e-18
 
 Evaluation = tuple[float, Tensor, Tensor | None]
 
@@ -258,13 +262,14 @@ def _polished(
         promised = 0.5 * float(slope @ step)
         if int(info) or not 0 < promised < FIT_NATS:
             break
+        gain = promised
+        if gain < POLISHED_NATS:
+            break
         moved = at(x - step, True)
         trace.append(moved[0])
         if moved[2] is None or not moved[0] <= value + 1e-12 * abs(value):
             break
-        x, value, slope, hessian, gain = x - step, moved[0], moved[1], moved[2], promised
-        if promised < POLISHED_NATS:
-            break
+        x, value, slope, hessian = x - step, moved[0], moved[1], moved[2]
     return x, value, hessian, gain
 
 

@@ -25,21 +25,21 @@ BLUE = METHODS["FedSOUL"][0]
 GREY = METHODS["FedAvg"][0]
 
 
-def drawn(fit: MixedFit, kind: str) -> Figure:
+def drawn(fit: MixedFit, kind: str, level: float = 0.9) -> Figure:
     """A figure of this kind."""
     if kind not in KINDS:
         raise SettingsError(f"kind is one of {', '.join(KINDS)}, not {kind!r}")
     with styled():
-        return {"effects": _effects, "lines": _lines, "trace": _trace}[kind](fit)
+        return _effects(fit, level) if kind == "effects" else {"lines": _lines, "trace": _trace}[kind](fit)
 
 
-def _effects(fit: MixedFit) -> Figure:
+def _effects(fit: MixedFit, level: float) -> Figure:
     """The caterpillar: groups of each factor in the order of their first effect."""
     count, most = len(fit.design.random_names), max(fit.counts.values())
     figure = new_figure(2.6 * count + 1.2, min(max(2.4, 0.14 * most), 9.0))
     axes = iter(figure.subplots(1, count, squeeze=False)[0])
     for factor in fit.factors:
-        table = fit.random_effects(0.9, factor)
+        table = fit.random_effects(level, factor)
         names = list(dict.fromkeys(table.index.get_level_values(1)))
         first = table.xs(names[0], level=1)
         order = np.argsort(first["mean"].to_numpy())

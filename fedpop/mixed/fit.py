@@ -20,14 +20,16 @@ from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.degrees import Laws, laws_of
 from fedpop.mixed.design import Design
 from fedpop.mixed.engine import SINGULAR_FACTOR, Engine, Estimates, ThetaPoint, canonical
+from fedpop.mixed.families import Family
 from fedpop.mixed.formula import FormulaPart
 from fedpop.mixed.gaussian import GaussianEngine, Taylor
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile, two_sided
 from fedpop.mixed.nesting import CELLS, RowOrder, Tree, spans
+from fedpop.mixed.outliers import unusual_groups
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
 from fedpop.mixed.quadrature import Local, QuadratureEngine
-from fedpop.mixed.response import Family, response_columns, response_of
+from fedpop.mixed.response import response_columns, response_of
 from fedpop.mixed.study import packed
 from fedpop.mixed.summary import summary
 from fedpop.mixed.table import Rows, as_frame, labels, pandas, rows_of
@@ -111,6 +113,16 @@ class MixedFit:
     @property
     def family(self) -> Family:
         return self.groups.study.family
+
+    @property
+    def family_here(self) -> Family:
+        """The family at its dispersion, where it has one."""
+        return self.family.at(self.outcome.point.dispersion)
+
+    @property
+    def dispersion(self) -> float | None:
+        """The size of a negative binomial, the shape of a gamma, the precision of a beta-binomial."""
+        return self.outcome.point.dispersion if self.family.dispersed else None
 
     @property
     def weights(self) -> FormulaPart | None:
@@ -323,9 +335,15 @@ class MixedFit:
             return {name: mean for name, (mean, _) in zip(self.factors, self._level_effects, strict=True)}
         federation, point = self.groups.federation, self.outcome.point
         everyone = federation.cohort(torch.arange(len(federation)), torch.device("cpu"))
-        local = Local.of(everyone, self.units, self.family)
+        local = Local.of(everyone, self.units, self.family_here)
         u, _ = local.modes((local.x @ point.b).unsqueeze(1) + local.offset, local.z @ point.factor)
         return {self.group: u @ point.factor.mT @ self.units.random_map.mT}
+
+    @cached_property
+    def unusual(self) -> list[str]:
+        """Groups whose effects are out of all proportion to the others', hundreds of times the median in
+        squares: none was left out. At sites nobody but they can tell."""
+        return [] if self.groups.members.federation is None else unusual_groups(self)
 
     @cached_property
     def _level_effects(self) -> list[tuple[Tensor, Tensor]]:
@@ -400,8 +418,9 @@ class MixedFit:
 
     @property
     def df(self) -> int:
-        """Parameters: fixed effects, those of the covariance, and the residual's."""
-        return len(self.coefficients) + self.engine.factor.size + self.family.gaussian
+        """Parameters: fixed effects, those of the covariance, and the residual's or the dispersion."""
+        last = self.family.gaussian or self.family.dispersed
+        return len(self.coefficients) + self.engine.factor.size + last
 
     @property
     def aic(self) -> float:
@@ -444,6 +463,9 @@ class MixedFit:
             rows.append({"effect": "random", "group": group, "term": term, "estimate": value})
         if self.sigma is not None:
             rows.append({"effect": "random", "group": "Residual", "term": "sd", "estimate": self.sigma})
+        if self.dispersion is not None:
+            last = {"group": "", "term": self.family.dispersion, "estimate": self.dispersion}
+            rows.append({"effect": "dispersion", **last})
         return pandas().DataFrame(rows)
 
     def plain(self) -> dict[str, Any]:
@@ -476,6 +498,7 @@ class MixedFit:
             },
             "random": random,
             "sigma": self.sigma,
+            "dispersion": self.dispersion,
             "log_likelihood": self.log_likelihood,
             "modes": modes,
             "rounds": self.rounds,
@@ -630,7 +653,7 @@ class MixedFit:
         """Points of the law of theta given the data, of which intervals are made."""
         if self.points is not None:
             return list(self.points)
-        size = self.engine.factor.size + len(self.coefficients)
+        size = self.engine.factor.size + len(self.coefficients) + self.family.dispersed
         ids = torch.arange(THETA_PROPOSALS)
         noise = self._key.at(purpose="theta").normal(ids, (size + 1,), torch.float64)
         return self.engine.theta_draws(self.outcome.point, noise[:, :-1], noise[:, -1], INTERVAL_THETAS)
@@ -703,14 +726,15 @@ class MixedFit:
         """Whether theta has converged, and groups' chains have mixed."""
         return self.population.diagnostics()
 
-    def plot(self, kind: str = "effects") -> Figure:
+    def plot(self, kind: str = "effects", level: float = 0.9) -> Figure:
         """A figure of the fit.
 
         Args:
             kind: ``"effects"`` (the default, a caterpillar), ``"lines"`` (fitted lines by group) or
                 ``"trace"``.
+            level: Of the caterpillar's intervals, 0.9 by default.
         """
-        return figures.drawn(self, kind)
+        return figures.drawn(self, kind, level)
 
     def save(self, path: str | Path) -> Path:
         """Write the fit to a folder, for ``fedpop.load``; rows and groups' posteriors stay where they are.

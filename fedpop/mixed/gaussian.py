@@ -458,7 +458,11 @@ class GaussianEngine(Engine):
     def _slopes(self, x: Tensor, among: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Of some the score, of everyone the information too."""
         p, curved = len(self.units.x_names), among is None
-        sums = self.sums(self.factor.matrix(x[p:-1]), curved, among, whole=True)
+        return self.slopes(x, self.sums(self.factor.matrix(x[p:-1]), curved, among, whole=True), curved)
+
+    def slopes(self, x: Tensor, sums: Tensors, curved: bool) -> tuple[Tensor, Tensor | None]:
+        """Score and, where asked for, information at a point, of those whose sums these are."""
+        p = len(self.units.x_names)
         near = self.criterion.taylor(x[p:-1], sums)
         with torch.enable_grad():
             at = x.clone().requires_grad_()

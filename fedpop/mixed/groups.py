@@ -13,11 +13,13 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.mixed.common_key import compared_names
 from fedpop.mixed.coordinates import Coordinates, columns, everyone
 from fedpop.mixed.design import INTERCEPT, Design, Wanted
+from fedpop.mixed.families import Family
 from fedpop.mixed.formula import Formula
 from fedpop.mixed.nesting import Tree
-from fedpop.mixed.response import Family, require_two
+from fedpop.mixed.response import require_two
 from fedpop.mixed.study import ColumnKinds, FormulaStudy, Kinds
 from fedpop.mixed.table import Rows
 from fedpop.questions import Question, Units
@@ -48,6 +50,9 @@ class Groups:
     """Rows of all groups, once they were counted."""
     counts: tuple[int, ...] = ()
     """Groups of each grouping factor, the innermost first; counted then, too."""
+    compared: int | None = None
+    """Groups whose names were compared between sites, under a key that these have in common; None where all
+    are on one machine."""
     rounds: int = 0
     bytes_up: int = 0
 
@@ -116,7 +121,7 @@ def agreed(
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)
-    design = Design.agreed(formula, summary, levels, minimum, contrasts)
+    design = Design.agreed(formula, summary, levels, minimum, contrasts, members.federation is None)
     response = groups.study.response
     if members.federation is None and binomial and response in kinds.named:
         # However few rows an outcome has: sums of the response tell as much.
@@ -126,21 +131,8 @@ def agreed(
         design = replace(design, outcomes=tuple(found.names))
     groups.update_study(replace(groups.study, design=design))
     if members.federation is None:
-        _require_apart(members, formula.group)
+        groups.compared = compared_names(members, formula.group)
     return design
-
-
-def _require_apart(members: Members, group: str) -> None:
-    """Raise where a group is at two sites: its rows would count as two groups'."""
-    roster = members.roster
-    order = roster.units.argsort(stable=True)
-    twice = (roster.units[order].diff() == 0).nonzero().squeeze(1)
-    if len(twice):
-        at = [roster.names[int(order[i])] for i in (int(twice[0]), int(twice[0]) + 1)]
-        raise DataError(
-            f"{len(twice)} group(s) of {group!r} are at two sites, the first of them at {at[0]} and {at[1]}: "
-            "each group is at one; give different groups different names, or move the rows together"
-        )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from fedpop.mixed.table import pandas
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
+DISPERSED_OF = (("poisson", "negative-binomial"), ("binomial", "beta-binomial"))
+"""Families whose dispersion is at its edge, infinite, in the first."""
 BOUNDARY_VARIANCE = 1e-6
 """A correlation that is so close to one is there."""
 
@@ -74,7 +76,8 @@ def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:
     """By the delta method, from the covariance of the factor's entries and log sigma."""
     engine, point, names = fit.engine, fit.outcome.point, fit.design.random_names
     theta = engine.factor.entries(point.factor)
-    log_sigma = [] if fit.sigma is None else [math.log(fit.sigma)]
+    last = {"sigma": fit.sigma, "dispersion": fit.dispersion}
+    logs = {n: math.log(v) for n, v in last.items() if v is not None}
     least = (SINGULAR_FACTOR * point.sigma / fit.units.z_scale).tolist()
     there = [sd > edge for sd, edge in zip(fit.sd.values(), least, strict=True)]
     spread, out = engine.spread(point), dict[str, tuple[float, float]]()
@@ -86,16 +89,16 @@ def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:
         ends = (math.nan, math.nan)
         if inside:
             with torch.enable_grad():
-                at = torch.cat((theta, theta.new_tensor(log_sigma))).requires_grad_()
+                at = torch.cat((theta, theta.new_tensor(list(logs.values())))).requires_grad_()
                 root = fit.units.random_map @ engine.factor.matrix(at[: len(theta)])
-                sigma = root @ root.mT * (at[-1] * 2).exp() if log_sigma else root @ root.mT
+                sigma = root @ root.mT * (at[-1] * 2).exp() if fit.sigma else root @ root.mT
                 sd = sigma.diagonal().sqrt()
                 free = sd[i].log() if i == j else (sigma[i, j] / sd[i] / sd[j]).atanh()
                 (slope,) = torch.autograd.grad(free, at)
             ends = _ends(free.detach(), slope @ spread @ slope, z, torch.exp if i == j else torch.tanh)
         out[f"{name}|{fit.factors[fit.design.factor_of[i]]}"] = ends
-    if log_sigma:
-        out["sigma"] = _ends(theta.new_tensor(log_sigma[0]), spread[-1, -1], z, torch.exp)
+    for name, value in logs.items():
+        out[name] = _ends(theta.new_tensor(value), spread[-1, -1], z, torch.exp)
     return out
 
 
@@ -150,7 +153,9 @@ def chi_square_tail(x: float, degrees: int) -> float:
 
 def compared(one: MixedFit, other: MixedFit) -> LikelihoodRatio:
     """The likelihood-ratio test of two fits to the same rows."""
-    if one.family.name != other.family.name:
+    small, large = sorted((one, other), key=lambda f: f.df)
+    names = (small.family.text, large.family.text)
+    if names[0] != names[1] and names not in DISPERSED_OF:
         raise SettingsError("a likelihood ratio compares models of one family")
     if one.response != other.response:
         raise SettingsError(f"the responses differ: {one.response} and {other.response}")
@@ -163,7 +168,6 @@ def compared(one: MixedFit, other: MixedFit) -> LikelihoodRatio:
     rounding = 1e-9 * one.n_obs * max(one.units.y_scale, abs(one.units.y_centre))
     if not torch.allclose(one.groups.response_sums, other.groups.response_sums, rtol=1e-9, atol=rounding):
         raise SettingsError("a likelihood ratio compares models of one response with the same weights")
-    small, large = sorted((one, other), key=lambda f: f.df)
     if small.df == large.df:
         raise SettingsError("both models have as many parameters; a likelihood ratio compares nested ones")
     fixed = set(large.coefficients) - set(small.coefficients)
@@ -178,8 +182,8 @@ def compared(one: MixedFit, other: MixedFit) -> LikelihoodRatio:
     statistic = max(2 * (large.log_likelihood - small.log_likelihood), 0.0)
     degrees = large.df - small.df
     plain = chi_square_tail(statistic, degrees)
-    effects = len(large.sd) - len(small.sd)
-    if effects != 1:
-        return LikelihoodRatio(statistic, degrees, plain, plain, effects > 0)
+    edges = len(large.sd) - len(small.sd) + (names[0] != names[1])
+    if edges != 1:
+        return LikelihoodRatio(statistic, degrees, plain, plain, edges > 0)
     mixed = 0.5 * (plain + chi_square_tail(statistic, degrees - 1))
     return LikelihoodRatio(statistic, degrees, plain, mixed, True)

@@ -14,7 +14,7 @@ mode, as a function of theta, has the mode's derivative, and two steps have its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.engine import ThetaPoint
+from fedpop.mixed.families import Family
 from fedpop.mixed.nesting import Paths, Tree, paths, spans
 from fedpop.mixed.quadrature import (
     GROUP_MODE_STEPS,
@@ -36,7 +37,6 @@ from fedpop.mixed.quadrature import (
     QuadratureEffects,
     QuadratureEngine,
 )
-from fedpop.mixed.response import Family
 from fedpop.questions import Units
 
 Effects = tuple[Tensor, ...]
@@ -78,10 +78,15 @@ class NestedRows:
             for size, span in zip(self.tree.sizes, spans(self.widths), strict=True)
         )
 
-    def solved(self, base: Tensor, zl: Tensor, u: Effects, spread: bool = False) -> Paths:
-        """Where a Newton step from u leads, with the curvature at u."""
+    def solved(
+        self, base: Tensor, zl: Tensor, u: Effects, spread: bool = False, searching: bool = False
+    ) -> Paths:
+        """Where a Newton step from u leads, with the curvature at u; on the way to a mode rows that bend the
+        wrong way count as straight."""
         fitted = self.random(zl, u)
         _, slope, bend = self.local.terms(base + fitted)
+        if searching and not self.local.family.concave:
+            bend = bend.clamp(min=0)
         both = torch.cat((zl * bend, bend * fitted + slope), dim=1)
         rows = (zl.unsqueeze(2) * both.unsqueeze(1)).flatten(1)
         shape = (self.tree.sizes[0], rows.shape[1])
@@ -89,7 +94,7 @@ class NestedRows:
         return paths(self.tree, self.widths, products, torch.eye(zl.shape[1], dtype=zl.dtype), spread)
 
     def modes(self, base: Tensor, zl: Tensor) -> Effects:
-        """By Newton's method with halved steps, each unit by itself; the log-density is concave."""
+        """By Newton's method with halved steps, each unit by itself."""
         u = self.start()
 
         def at(u: Effects) -> tuple[Tensor, Tensor]:
@@ -98,7 +103,9 @@ class NestedRows:
 
         value, slope = at(u)
         for _ in range(GROUP_MODE_STEPS):
-            step = tuple(new - old for new, old in zip(self.solved(base, zl, u).mean, u, strict=True))
+            step = tuple(
+                new - old for new, old in zip(self.solved(base, zl, u, searching=True).mean, u, strict=True)
+            )
             gain = self.local.by_group(self.random(zl, step) * slope)[:, 0] - self.squares(u, step)
             if bool((gain <= GROUP_MODE_TOLERANCE**2 + 1e-15 * value.abs()).all()):
                 return tuple(old + move for old, move in zip(u, step, strict=True))
@@ -140,12 +147,15 @@ class Laplace(Marginal):
         return 8.0 * (p + 16 * (q + 1) ** 2) * (8 if bool(asked["curved"]) else 2), 0.0
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        rows = NestedRows.of(units.cohort, self.units, self.family)
+        rows = NestedRows.of(units.cohort, self.units, self.family_at(asked))
         p, curved = len(asked["b"]), bool(asked["curved"])
         u = rows.modes(rows.base(asked["b"]), rows.local.z @ asked["factor"])
         with torch.enable_grad():
-            x = torch.cat((asked["b"], self.factor.entries(asked["factor"]))).requires_grad_()
-            value = rows.value(x[:p], self.factor.matrix(x[p:]), u, 2 if curved else 1)
+            entries = self.factor.entries(asked["factor"])
+            x = torch.cat((asked["b"], entries, *[asked[n] for n in self.beside])).requires_grad_()
+            family, theta = self.family.at_log(x[-1]), x[p : p + len(entries)]
+            rows = replace(rows, local=replace(rows.local, family=family))
+            value = rows.value(x[:p], self.factor.matrix(theta), u, 2 if curved else 1)
             (slope,) = torch.autograd.grad(value.sum(), x, create_graph=curved)
             sums = {"value": value.detach().sum().reshape(1), "slope": slope.detach()}
             if curved:
@@ -175,11 +185,11 @@ class LaplaceEngine(QuadratureEngine):
         """There is no better one: more nodes would be of all of a unit's effects at once."""
 
     def effects(self, point: ThetaPoint) -> None:
-        known = {"b": point.b, "factor": point.factor}
-        self.groups.ask(LaplaceEffects(self.units, self.family, 1), known)
+        self.groups.ask(LaplaceEffects(self.units, self.family, 1), self.known(point))
 
     def paths(self, cohort: Cohort, point: ThetaPoint) -> Paths:
-        return effect_paths(cohort, self.units, self.family, point.b, point.factor)
+        family = self.family.at(point.dispersion)
+        return effect_paths(cohort, self.units, family, point.b, point.factor)
 
 
 def effect_paths(cohort: Cohort, units: Coordinates, family: Family, b: Tensor, factor: Tensor) -> Paths:
@@ -204,6 +214,7 @@ class LaplaceEffects(QuadratureEffects):
         return 8.0 * (p + 8 * (q + 1) ** 2), 0.0
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        found = effect_paths(units.cohort, self.units, self.family, asked["b"], asked["factor"])
+        family = self.family_at(asked)
+        found = effect_paths(units.cohort, self.units, family, asked["b"], asked["factor"])
         local = {"mean": found.mean[-1], "cov": found.covariance[-1]}
         return Answer(everyone(units.cohort), local=local)

@@ -19,7 +19,7 @@ from fedpop.federation.participation import Said
 from fedpop.federation.table_format import MINIMUM
 from fedpop.files import write_json
 from fedpop.message import Choice
-from fedpop.mixed import private, sampled
+from fedpop.mixed import private, sampled, scored
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.design import Wanted
 from fedpop.mixed.engine import Engine, Estimates
@@ -29,8 +29,8 @@ from fedpop.mixed.groups import Groups, agreed, columns_in, coordinates
 from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import quadrature
 from fedpop.mixed.study import SITE, ColumnKinds, FormulaStudy
-from fedpop.mixed.summary import rank_deficient
-from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_csv
+from fedpop.mixed.summary import out_of_proportion, rank_deficient
+from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_file
 from fedpop.privacy.gaussian import Gaussian
 from fedpop.run.members import LocalMembers, Members
 
@@ -69,7 +69,7 @@ def mixed_model(
         formula: As lme4 writes it: ``y ~ x + (x | group)``, ``(x || group)`` for independent effects,
             ``(1 | hospital/patient)`` for nested groups, ``(1 | site)`` for the sites themselves,
             ``cbind(hits, misses)`` for binomials, ``factor()``, ``log()``, ``I(x^2)``, ``offset()``.
-        data: A data frame, columns by name, the name of a CSV file, or data frames by site.
+        data: A data frame, columns by name, the name of a CSV or Parquet file, or data frames by site.
         family: "gaussian" (the default), "bernoulli", "binomial" or "poisson", with its canonical link.
         method: "ML" (the default), or "REML" for gaussian models, which needs the exact engine:
             variances then allow for the fixed effects that were estimated, which matters where groups
@@ -143,6 +143,8 @@ def mixed_model(
     study = FormulaStudy.from_text(formula, family, weights, missing, na)
     settings.engine_for(study)
     fit = fitted_over(LocalMembers(study, _rows(study, data, sites)), study, settings)
+    if fit.unusual:
+        warn_user(f"{out_of_proportion(fit.unusual)}; none was left out: look at the rows' units")
     return replace(fit, seconds=time.perf_counter() - started, again=partial(mixed_model, **given))
 
 
@@ -211,7 +213,7 @@ class FitSettings:
         """Which engine ``auto`` stands for, or why this formula cannot be fitted so."""
         partial = self.chains.partial
         if self.chains.privacy is not None:
-            private.check_private(study, self.engine, self.method, self.chains, frozenset(self.levels))
+            private.check_private(study, self.engine, self.method, self.chains)
             return "sampled"
         if self.method == "REML" and not study.family.gaussian:
             raise SettingsError(f"REML is for gaussian models; a {study.family.name} model is fitted by ML")
@@ -225,6 +227,8 @@ class FitSettings:
             raise SettingsError("REML needs the exact engine: everyone in every round, uncompressed")
         if chosen == "sampled" and len(study.formula.factors) > 1:
             raise SettingsError(sampled.NESTED)
+        if chosen == "sampled" and not study.family.canonical:
+            raise SettingsError(sampled.other_family(study.family))
         if chosen == "exact" and self.chains.rounds is not None:
             raise SettingsError("the exact engine ends by itself; rounds are for engine='sampled'")
         return chosen
@@ -261,8 +265,12 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
     constant, start = _level(sums, groups.study)
     if chosen == "sampled":
         outcome, engine = sampled.fitted(groups, units, constant, start, settings.chains)
-    else:
+    elif members.waits:
         outcome, engine = _exact(groups, units, constant, start, settings.method == "REML")
+    elif settings.method == "REML":
+        raise SettingsError("REML needs everyone in every round: [sites] quorum = 1.0")
+    else:
+        outcome, engine = scored.fitted(groups, units, constant, start, members.quorum)
     if members.federation is None:
         engine.effects(outcome.point)  # sites keep their groups' posteriors, for whoever is there
     seconds = time.perf_counter() - started
@@ -376,10 +384,10 @@ def pairs(setting: str, texts: Sequence[str]) -> dict[str, str]:
 def fit_file(
     data: Path, formula: str, family: str = "gaussian", json: Path | None = None, **settings: Any
 ) -> str:
-    """``fedpop fit``: the summary of a CSV file's fit in words; estimates go to ``json`` as plain values."""
+    """``fedpop fit``: the summary of the fit of a CSV or Parquet file; estimates go to ``json``."""
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise SettingsError(f"cannot write {json}: it is a folder, or the folder it is to be in is not there")
-    fit = mixed_model(formula, read_csv(data, settings.get("na", NA)), family, **settings)
+    fit = mixed_model(formula, read_file(data, settings.get("na", NA)), family, **settings)
     if json is not None:
         write_json(json, fit.plain())
     return f"{fit}\n"

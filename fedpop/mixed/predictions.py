@@ -15,11 +15,11 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.engine import ThetaPoint
+from fedpop.mixed.families import LOG_DISPERSION, Family
 from fedpop.mixed.gaussian import posteriors
 from fedpop.mixed.laplace import effect_paths
 from fedpop.mixed.nesting import Paths
 from fedpop.mixed.quadrature import Local, Rule, integrated, resampled
-from fedpop.mixed.response import Family
 from fedpop.models.likelihoods import Normal
 from fedpop.models.predictive import Predictive
 
@@ -126,29 +126,29 @@ class Predictor:
         a new one, or by that over a known one's."""
         if self.family.gaussian:
             return self._gaussian(asked, [point], [self._state(asked.cohort, point, 0)]).mean
-        base, likelihood = (asked.x @ point.b + asked.offset).unsqueeze(1), self.family.likelihood
+        base, family = (asked.x @ point.b + asked.offset).unsqueeze(1), self.family.at(point.dispersion)
         if not self.random:
-            return likelihood.mean(base, {}).squeeze(1)
+            return family.mean(base).squeeze(1)
         zl, known = asked.z @ point.factor, (asked.owner >= 0).nonzero().squeeze(1)
         line = Rule.grid(MEAN_NODES, 1)
         spread = zl.square().sum(1, keepdim=True).sqrt()
-        out = likelihood.mean(base + spread * line.nodes.squeeze(1), {}) @ line.log_weight.exp()
+        out = family.mean(base + spread * line.nodes.squeeze(1)) @ line.log_weight.exp()
         if asked.cohort is None or not len(known):
             return out
         if len(self.units.widths) > 1:
-            paths = effect_paths(asked.cohort, self.units, self.family, point.b, point.factor)
+            paths = effect_paths(asked.cohort, self.units, family, point.b, point.factor)
             means, covariances = path_states(paths, point)
             z, owner = asked.z[known], asked.owner[known]
             middle = base[known] + (z * means[owner]).sum(1, keepdim=True)
             wide = torch.einsum("ni,nij,nj->n", z, covariances[owner], z).clamp(min=0).sqrt().unsqueeze(1)
-            out[known] = likelihood.mean(middle + wide * line.nodes.squeeze(1), {}) @ line.log_weight.exp()
+            out[known] = family.mean(middle + wide * line.nodes.squeeze(1)) @ line.log_weight.exp()
             return out
-        local = Local.of(asked.cohort, self.units, self.family)
+        local = Local.of(asked.cohort, self.units, family)
         found = integrated(local, point.b, point.factor, Rule.of(self.nodes, zl.shape[1]))
         for rows in known.split(max(1, PREDICTED_NUMBERS_AT_ONCE // found.nodes[0].numel())):
             owner = asked.owner[rows]
             eta = base[rows] + torch.einsum("nq,nkq->nk", zl[rows], found.nodes[owner])
-            out[rows] = (likelihood.mean(eta, {}) * found.share[owner]).sum(1)
+            out[rows] = (family.mean(eta) * found.share[owner]).sum(1)
         return out
 
     def _law(
@@ -165,9 +165,9 @@ class Predictor:
             return None
         if self.family.gaussian:
             return path_states(posteriors(cohort, self.units, point), point)
-        here, q = self.key.at(round=i), len(self.units.z_names)
+        here, q, family = self.key.at(round=i), len(self.units.z_names), self.family.at(point.dispersion)
         if len(self.units.widths) > 1:
-            found = effect_paths(cohort, self.units, self.family, point.b, point.factor)
+            found = effect_paths(cohort, self.units, family, point.b, point.factor)
             mean, covariance = path_states(found, point)
             values, vectors = torch.linalg.eigh(covariance)
             root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
@@ -176,7 +176,7 @@ class Predictor:
             return effects
         normal = here.at(purpose="effects").normal(cohort.units, (PREDICTION_PROPOSALS, q), torch.float64)
         uniform = here.at(purpose="choice").uniform(cohort.units, (self.each,), torch.float64)
-        local = Local.of(cohort, self.units, self.family)
+        local = Local.of(cohort, self.units, family)
         return resampled(local, point.b, point.factor, normal, uniform) @ point.factor.mT
 
     def _gaussian(self, rows: NewRows, points: Sequence[ThetaPoint], states: Sequence[State]) -> Predictive:
@@ -213,4 +213,8 @@ class Predictor:
                 random = torch.einsum("nq,nlq->ln", rows.z, state[rows.owner.clamp(min=0)])
                 eta = torch.where(rows.owner >= 0, base + random, eta)
             out.append(eta)
-        return Predictive(torch.cat(out).unsqueeze(2), self.family.likelihood, {}, self.key, False)
+        params = {}
+        if self.family.dispersed:
+            logs = [math.log(point.dispersion) for point, eta in zip(points, out, strict=True) for _ in eta]
+            params = {LOG_DISPERSION: torch.tensor(logs, dtype=torch.float64).reshape(-1, 1, 1)}
+        return Predictive(torch.cat(out).unsqueeze(2), self.family.likelihood, params, self.key, False)

@@ -38,7 +38,7 @@ from fedpop.mixed.engine import Engine, Estimates, Factor, ThetaPoint
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.quadrature import Local, QuadratureEngine, integrated, nodes_for
-from fedpop.mixed.sampled import SampledSettings, layout_of
+from fedpop.mixed.sampled import SampledSettings, layout_of, other_family
 from fedpop.mixed.study import FormulaStudy
 from fedpop.priors import Normal
 from fedpop.privacy.gaussian import Gaussian, bounded, system_noise
@@ -116,11 +116,8 @@ def _drawn(engine: Engine, law: Tensor, point: ThetaPoint, noise: Tensor) -> lis
 # --- what is refused ---------------------------------------------------------------------------------
 
 
-def check_private(
-    study: FormulaStudy, engine: str, method: str, settings: SampledSettings, named: frozenset[str]
-) -> None:
-    """Raise where a formula, or how it is to be fitted, looks at data beside the noised sums; ``named`` are
-    categorical columns whose levels are given."""
+def check_private(study: FormulaStudy, engine: str, method: str, settings: SampledSettings) -> None:
+    """Raise where a formula, or how it is to be fitted, looks at data beside the noised sums."""
     if engine == "exact":
         raise PrivacyError(
             "engine='exact' has sums of products without a bound; under privacy= the engine is 'sampled'"
@@ -131,6 +128,8 @@ def check_private(
         raise PrivacyError("privacy bounds what each group adds: leave out compressor")
     if study.weights is not None:
         raise PrivacyError("weights of rows enter sums that no budget covers; leave them out under privacy")
+    if not study.family.canonical:
+        raise PrivacyError(f"{other_family(study.family)} (privacy= has no other engine)")
     if len(study.formula.factors) > 1:
         raise PrivacyError("a unit of privacy is a group, and nested factors have several kinds of them")
 

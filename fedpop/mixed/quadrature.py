@@ -28,9 +28,9 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, coded, everyone
 from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
+from fedpop.mixed.families import LOG_DISPERSION, Family
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import Paths
-from fedpop.mixed.response import Family
 from fedpop.questions import Question, Units
 
 GRID_NODES = {1: 25, 2: 15, 3: 9, 4: 7}
@@ -103,15 +103,12 @@ class Local:
 
     def terms(self, eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted log-density, its slope and minus its curvature in eta, ``[n, k]`` each."""
-        one = self.family.likelihood
-        at, y = eta.unsqueeze(2), self.y.unsqueeze(2)
-        value, slope = one.value_and_grad(at, y, {})
-        bend = one.curvature(at, {}).squeeze(2)
-        return value * self.weight, slope.squeeze(2) * self.weight, bend * self.weight
+        return self.family.terms(eta, self.y, self.weight)
 
     def modes(self, base: Tensor, zl: Tensor) -> tuple[Tensor, Tensor]:
         """Modes ``[C, q]`` of u and a root of the curvature there ``[C, q, q]``, by Newton's method with
-        halved steps; the log-posterior is concave."""
+        halved steps. Where rows bend the wrong way, which those of few families do and only far from a
+        mode, they count as straight: nodes are laid by this curvature, and no integral is made of it."""
         owner, q = self.cohort.owner, zl.shape[1]
         u = base.new_zeros((len(self.cohort), q))
         eye = torch.eye(q, dtype=base.dtype)
@@ -119,6 +116,7 @@ class Local:
         def at(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             eta = base + (zl * u[owner]).sum(1, keepdim=True)
             value, slope, bend = self.terms(eta)
+            bend = bend if self.family.concave else bend.clamp(min=0)
             total = self.by_group(value)[:, 0] - 0.5 * u.square().sum(1)
             inner = self.by_group((zl.unsqueeze(2) * zl.unsqueeze(1) * bend.unsqueeze(2)).flatten(1))
             return total, self.by_group(zl * slope) - u, inner.unflatten(1, (q, q)) + eye
@@ -150,11 +148,12 @@ class Local:
 @dataclass(frozen=True)
 class Integrated:
     """Of each group: log-likelihood ``[C]``, nodes ``[C, k, q]``, their posterior weights ``[C, k]``,
-    and slopes and curvatures of its rows there, ``[n, k]``."""
+    and the linear predictors of its rows there with slopes and curvatures, ``[n, k]``."""
 
     value: Tensor
     nodes: Tensor
     share: Tensor
+    eta: Tensor
     slope: Tensor
     bend: Tensor
 
@@ -171,12 +170,13 @@ def integrated(local: Local, b: Tensor, factor: Tensor, rule: Rule) -> Integrate
     log_share = joint + rule.log_weight + 0.5 * rule.nodes.square().sum(1)
     log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(1)
     total = log_share.logsumexp(1)
-    return Integrated(total - log_det, nodes, (log_share - total.unsqueeze(1)).exp(), slope, bend)
+    return Integrated(total - log_det, nodes, (log_share - total.unsqueeze(1)).exp(), eta, slope, bend)
 
 
 @dataclass(frozen=True)
 class Marginal(Question[Tensors]):
-    """The log-likelihood, its gradient in (b, theta) and, where asked for, its Hessian."""
+    """The log-likelihood, its gradient in (b, theta, psi) and, where asked for, its Hessian; psi is there
+    where the family has a dispersion."""
 
     units: Coordinates
     family: Family
@@ -197,29 +197,54 @@ class Marginal(Question[Tensors]):
         return 8.0 * len(self.rule.nodes) * width, 0.0
 
     def ask(self, known: Tensors) -> Tensors:
-        return {n: known[n] for n in ("b", "factor", "curved")}
+        return {n: known[n] for n in ("b", "factor", "curved", *self.beside)}
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return (LOG_DISPERSION,) if self.family.dispersed else ()
+
+    def family_at(self, asked: Tensors) -> Family:
+        return self.family.at_log(asked[LOG_DISPERSION]) if self.family.dispersed else self.family
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        local = Local.of(units.cohort, self.units, self.family)
+        family = self.family_at(asked)
+        local = Local.of(units.cohort, self.units, family)
         found = integrated(local, asked["b"], asked["factor"], self.rule)
         owner = units.cohort.owner
         rows, cols = (torch.tensor(v) for v in zip(*self.factor.places, strict=True))
         here, share = found.nodes[owner], found.share[owner]
         weighted = share * found.slope
         slope_b = local.x.mT @ weighted.sum(1)
+        psi: tuple[Tensor, ...] = ()
+        if family.dispersed:
+            psi = family.dispersion_terms(found.eta, local.y, local.weight)
         if not bool(asked["curved"]):
             turned = torch.einsum("nk,nq,nkr->qr", weighted, local.z, here)
-            sums = {"value": found.value.sum().reshape(1), "slope": torch.cat((slope_b, turned[rows, cols]))}
+            slopes = [slope_b, turned[rows, cols], *[(share * one).sum().reshape(1) for one in psi[:1]]]
+            sums = {"value": found.value.sum().reshape(1), "slope": torch.cat(slopes)}
             return Answer(torch.isfinite(found.value), sums=sums)
         # d eta / d (b, theta) of each row at each node.
         wide = local.x.unsqueeze(1).expand(-1, here.shape[1], -1)
         d = torch.cat((wide, local.z[:, None, rows] * here[:, :, cols]), dim=2)
-        scores = local.by_group(d * found.slope.unsqueeze(2))
+        each = d * found.slope.unsqueeze(2)
+        if psi:
+            each = torch.cat((each, psi[0].unsqueeze(2)), dim=2)
+        scores = local.by_group(each)
         mean = (scores * found.share.unsqueeze(2)).sum(1)
         apart = (scores - mean.unsqueeze(1)) * found.share.sqrt().unsqueeze(2)
-        flat = (d * (share * found.bend).clamp(min=0).sqrt().unsqueeze(2)).flatten(0, 1)
         spread = apart.flatten(0, 1)
-        hessian = spread.mT @ spread - flat.mT @ flat
+        hessian = spread.mT @ spread
+        size, bend = d.shape[2], share * found.bend
+        if family.concave:
+            flat = (d * bend.clamp(min=0).sqrt().unsqueeze(2)).flatten(0, 1)
+            hessian[:size, :size] -= flat.mT @ flat
+        else:
+            hessian[:size, :size] -= d.flatten(0, 1).mT @ (d * bend.unsqueeze(2)).flatten(0, 1)
+        if psi:
+            across = torch.einsum("nk,nki->i", share * psi[1], d)
+            hessian[size, :size] += across
+            hessian[:size, size] += across
+            hessian[size, size] += (share * psi[2]).sum()
         sums = {"value": found.value.sum().reshape(1), "slope": mean.sum(0), "hessian": hessian.flatten()}
         return Answer(torch.isfinite(found.value), sums=sums)
 
@@ -267,6 +292,9 @@ UNDETERMINED_ERROR = 30.0
 SEPARATED_SD = 15.0
 """A standard deviation of random effects, on the scale of the link, at which groups are all yes or all no:
 flat there, or still on its way up at twice as much, it has no bound."""
+LARGEST_LOG_DISPERSION = {"negative-binomial": 12.0, "beta-binomial": 12.0, "gamma": 20.0}
+"""The logarithm of a dispersion beyond which it is none, by family: what it says of rows is lost in rounding
+soon after. That of counts is beside the logarithm of their mean."""
 SEPARATED = (
     "the groups are separated: within (almost) every group all responses are the same, or there is one row "
     "of each, so that the spread of groups grows without bound and no estimate exists; use a model without "
@@ -327,8 +355,16 @@ class QuadratureEngine(Engine):
         return Marginal(self.units, self.family, self.nodes)
 
     def at(self, point: ThetaPoint, curved: bool, among: Tensor | None = None) -> Tensors:
-        known = {"b": point.b, "factor": point.factor, "curved": torch.tensor(curved)}
+        known = self.known(point) | {"curved": torch.tensor(curved)}
         return self.groups.ask(self.marginal, known, among)
+
+    def known(self, point: ThetaPoint) -> Tensors:
+        """What everyone is told of a point."""
+        known = {"b": point.b, "factor": point.factor}
+        return known | ({LOG_DISPERSION: self._log_dispersion(point)} if self.family.dispersed else {})
+
+    def _log_dispersion(self, point: ThetaPoint) -> Tensor:
+        return torch.tensor([point.dispersion], dtype=torch.float64).log()[: int(self.family.dispersed)]
 
     def refined(self) -> QuadratureEngine | None:
         """The same with half as many nodes again, or twice as many scattered ones; None where that would be
@@ -347,7 +383,7 @@ class QuadratureEngine(Engine):
         if start is None:
             b = torch.zeros(p, dtype=torch.float64)
             b[: 1 if self.units.intercept else 0] = self.start
-            start = torch.cat((b, self.factor.start(0.5)))
+            start = torch.cat((b, self.factor.start(0.5), b.new_zeros(int(self.family.dispersed))))
         if self.grid:
             found = minimised(self._evaluate, start, watch=self._require_bound)
         else:
@@ -362,24 +398,44 @@ class QuadratureEngine(Engine):
 
     def _require_bound(self, x: Tensor, slope: Tensor) -> None:
         """Raise where estimates run to infinity: the search would follow them for long."""
-        p = len(self.units.x_names)
+        p, end = len(self.units.x_names), len(self.units.x_names) + self.factor.size
         b, first = x[:p], int(self.units.intercept)
-        if float(x[p:].abs().max()) > 2 * SEPARATED_SD and float(x[p:] @ slope[p:]) < 0:
+        if float(x[p:end].abs().max()) > 2 * SEPARATED_SD and float(x[p:end] @ slope[p:end]) < 0:
             raise EstimateError(SEPARATED)
+        if self.family.dispersed:
+            largest = LARGEST_LOG_DISPERSION[self.family.name] + max(self.start, 0.0)
+            if abs(float(x[-1])) > largest:
+                raise self._no_dispersion(float(x[-1]))
         if bool((b[first:].abs() > 2 * SEPARATED_SD).any()) and float(b[first:] @ slope[first:p]) < 0:
             raise self._separated(b / b.norm())
 
     def _require_information(self, found: SearchResult) -> None:
         """Raise where a coefficient runs to infinity: the likelihood has no maximum there."""
         p = len(self.units.x_names)
+        if self.family.dispersed and float(found.hessian[-1, -1]) < UNDETERMINED_ERROR**-2:
+            raise self._no_dispersion(float(found.x[-1]))
         values, vectors = torch.linalg.eigh(found.hessian[:p, :p])
         flat = values.abs() < UNDETERMINED_ERROR**-2
         if not bool(flat.any()):
             return
-        factor = self.factor.matrix(found.x[p:])
+        factor = self.factor.matrix(found.x[p : p + self.factor.size])
         if float(factor.abs().max()) > SEPARATED_SD:
             raise EstimateError(SEPARATED)
         raise self._separated(vectors[:, int(values.argmin())])
+
+    def _no_dispersion(self, psi: float) -> EstimateError:
+        """The dispersion has no estimate."""
+        simpler = {"negative-binomial": "poisson", "beta-binomial": "binomial"}.get(self.family.name)
+        if simpler is None or psi <= 0:
+            one_trial = " (rows of one trial say nothing about it)" if self.family.binomial else ""
+            return EstimateError(
+                f"the data do not determine the {self.family.dispersion} of this {self.family.name} model"
+                f"{one_trial}"
+            )
+        return EstimateError(
+            f"responses vary no more than those of a {simpler} model, so that the {self.family.dispersion} "
+            f"of this {self.family.name} model grows without bound; fit it with family={simpler!r}"
+        )
 
     def _separated(self, worst: Tensor) -> EstimateError:
         """Along this direction of the fixed effects there is no maximum."""
@@ -422,19 +478,20 @@ class QuadratureEngine(Engine):
         return root @ root.mT
 
     def vector(self, point: ThetaPoint) -> Tensor:
-        return torch.cat((point.b, self.factor.entries(point.factor)))
+        return torch.cat((point.b, self.factor.entries(point.factor), self._log_dispersion(point)))
 
     def point(self, x: Tensor) -> ThetaPoint:
-        p = len(self.units.x_names)
-        return ThetaPoint(x[:p], self.factor.matrix(x[p:]))
+        p, end = len(self.units.x_names), len(self.units.x_names) + self.factor.size
+        dispersion = math.exp(float(x[-1])) if self.family.dispersed else 1.0
+        return ThetaPoint(x[:p], self.factor.matrix(x[p:end]), 1.0, dispersion)
 
     def effects(self, point: ThetaPoint) -> None:
-        known = {"b": point.b, "factor": point.factor}
-        self.groups.ask(QuadratureEffects(self.units, self.family, self.nodes), known)
+        self.groups.ask(QuadratureEffects(self.units, self.family, self.nodes), self.known(point))
 
     def paths(self, cohort: Cohort, point: ThetaPoint) -> Paths:
         rule = Rule.of(self.nodes, len(self.units.z_names))
-        found = effects(Local.of(cohort, self.units, self.family), point.b, point.factor, rule)
+        local = Local.of(cohort, self.units, self.family.at(point.dispersion))
+        found = effects(local, point.b, point.factor, rule)
         turned = point.factor @ found.covariance @ point.factor.mT
         return Paths((found.mean @ point.factor.mT,), (turned,), found.mean.new_zeros(len(cohort)))
 
@@ -452,10 +509,10 @@ class QuadratureEffects(Marginal):
     name: ClassVar[str] = "posteriors of groups"
 
     def ask(self, known: Tensors) -> Tensors:
-        return {n: known[n] for n in ("b", "factor")}
+        return {n: known[n] for n in ("b", "factor", *self.beside)}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        local = Local.of(units.cohort, self.units, self.family)
+        local = Local.of(units.cohort, self.units, self.family_at(asked))
         found = effects(local, asked["b"], asked["factor"], self.rule)
         factor = asked["factor"]
         states = {"mean": found.mean @ factor.mT, "cov": factor @ found.covariance @ factor.mT}

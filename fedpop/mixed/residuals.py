@@ -30,7 +30,7 @@ def fitted_values(fit: MixedFit) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     for level, span in enumerate(spans(fit.units.widths)):
         modes = fit.modes[fit.factors[level]]
         eta = eta + (x["random"][:, span] * modes[tree.at[level]]).sum(1)
-    mean = eta if fit.family.gaussian else fit.family.likelihood.mean(eta.unsqueeze(1), {}).squeeze(1)
+    mean = eta if fit.family.gaussian else fit.family.mean(eta)
     back = np.argsort(RowOrder.of(rows).rows)
     return mean.numpy()[back], everyone.y.numpy()[back], weight.numpy()[back], rows.numbers
 
@@ -42,30 +42,14 @@ def fitted(fit: MixedFit) -> Any:
 
 def residuals(fit: MixedFit, kind: str | None) -> Any:
     """By R's kinds."""
-    kind = ("response" if fit.family.gaussian else "deviance") if kind is None else kind
+    usual = {"gaussian": "response", "beta-binomial": "pearson"}.get(fit.family.name, "deviance")
+    kind = usual if kind is None else kind
     if kind not in RESIDUALS:
         raise SettingsError(f"kind is one of {', '.join(RESIDUALS)}, not {kind!r}")
     mean, y, weight, places = fitted_values(fit)
     left = y - mean
     if kind == "pearson":
-        variance = np.ones_like(mean) if fit.family.gaussian else _variance(fit, mean)
-        left = left * np.sqrt(weight / variance)
+        left = left * np.sqrt(weight / fit.family_here.variance(mean, weight))
     elif kind == "deviance":
-        left = np.sign(left) * np.sqrt(np.maximum(weight * _deviance(fit, y, mean), 0.0))
+        left = np.sign(left) * np.sqrt(np.maximum(weight * fit.family_here.deviance(y, mean), 0.0))
     return pandas().Series(left, index=places, name=kind)
-
-
-def _variance(fit: MixedFit, mean: np.ndarray) -> np.ndarray:
-    return mean * (1 - mean) if fit.family.binomial else mean
-
-
-def _deviance(fit: MixedFit, y: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Of one observation of weight one."""
-    if fit.family.gaussian:
-        return np.asarray((y - mean) ** 2)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        first = np.where(y > 0, y * np.log(y / mean), 0.0)
-        if fit.family.binomial:
-            rest = np.where(y < 1, (1 - y) * np.log((1 - y) / (1 - mean)), 0.0)
-            return np.asarray(2 * (first + rest))
-        return np.asarray(2 * (first - (y - mean)))

@@ -10,51 +10,9 @@ import torch
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.mixed.design import Design, codes_of
+from fedpop.mixed.families import Family
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of
 from fedpop.mixed.table import Rows
-from fedpop.models.likelihoods import Bernoulli, Likelihood, Normal, Poisson
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family with its canonical link; of a binomial y is the share, and the trials are its weight."""
-
-    name: str
-    link: str
-    likelihood: Likelihood
-
-    @property
-    def gaussian(self) -> bool:
-        return self.name == "gaussian"
-
-    @property
-    def binomial(self) -> bool:
-        return self.name in ("bernoulli", "binomial")
-
-    def linked(self, mean: float) -> float:
-        """The linear predictor of a mean."""
-        if self.gaussian:
-            return mean
-        return float(np.log(mean / (1 - mean)) if self.binomial else np.log(mean))
-
-
-FAMILIES = {
-    "gaussian": Family("gaussian", "identity", Normal()),
-    "bernoulli": Family("bernoulli", "logit", Bernoulli()),
-    "binomial": Family("binomial", "logit", Bernoulli()),
-    "poisson": Family("poisson", "log", Poisson()),
-}
-
-
-def family_named(name: str) -> Family:
-    """A family by its name.
-
-    >>> family_named("poisson").link
-    'log'
-    """
-    if name not in FAMILIES:
-        raise SettingsError(f"family is one of {', '.join(FAMILIES)}, not {name!r}")
-    return FAMILIES[name]
 
 
 @dataclass(frozen=True)
@@ -78,7 +36,7 @@ def response_of(
         ones
         if weights is None
         else _checked(
-            design.numbers(weights, rows), lambda w: w > 0, rows, f"the weight {weights.text}", "positive"
+            design.numbers(weights, rows), _positive, rows, f"the weight {weights.text}", "positive"
         )
     )
     part = formula.response
@@ -87,9 +45,9 @@ def response_of(
     y = _yes_or_no(part, design, rows) if family.binomial else design.numbers(part, rows)
     if family.gaussian:
         return Response(y, weight, 0.5 * np.log(weight))
-    if family.name == "poisson":
-        y = _checked(y, lambda v: (v >= 0) & (v == v.round()), rows, part.text, "a whole number, 0 or more")
-        return Response(y, weight, np.zeros(len(rows)))
+    if not family.binomial:
+        good, must = (_positive, "positive") if family.name == "gamma" else (_count, COUNT)
+        return Response(_checked(y, good, rows, part.text, must), weight, np.zeros(len(rows)))
     if weights is None:
         text = "0 or 1 (so many of so many are written cbind(successes, failures))"
         return Response(_checked(y, lambda v: (v == 0) | (v == 1), rows, part.text, text), ones, 0 * ones)
@@ -121,10 +79,10 @@ def _trials(
     counts = [
         _checked(
             design.numbers(half, rows),
-            lambda v: (v >= 0) & (v == v.round()),
+            _count,
             rows,
             f"{what} in {part.text}",
-            "a whole number, 0 or more",
+            COUNT,
         )
         for half, what in zip(halves, ("successes", "failures"), strict=True)
     ]
@@ -160,6 +118,17 @@ def require_two(column: str, names: Sequence[str]) -> None:
             f"the response {column!r} has {len(names)} categories ({', '.join(names[:5])}); a "
             "yes or no has two"
         )
+
+
+COUNT = "a whole number, 0 or more"
+
+
+def _count(values: np.ndarray) -> np.ndarray:
+    return np.asarray((values >= 0) & (values == values.round()))
+
+
+def _positive(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values > 0)
 
 
 def _checked(

@@ -28,10 +28,10 @@ from fedpop.message import Choice
 from fedpop.methods import FedSOUL
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.engine import Engine, Estimates, ThetaPoint, canonical
+from fedpop.mixed.families import Family
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.quadrature import QuadratureEngine, nodes_for
-from fedpop.mixed.response import Family
 from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal as NormalNoise
@@ -59,6 +59,20 @@ NESTED = (
     "chains know one grouping factor, and this model has several, nested: fit it with engine='exact', "
     "everyone and no compressor; random_effects() has its groups' posteriors"
 )
+
+
+def other_family(family: Family) -> str:
+    """Why there are no chains.
+
+    >>> from fedpop.mixed.families import family_named
+    >>> other_family(family_named("gamma")).rpartition(":")[0]
+    'chains know gaussian, bernoulli, binomial and poisson models with canonical links, and this is gamma'
+    """
+    return (
+        "chains know gaussian, bernoulli, binomial and poisson models with canonical links, and this is "
+        f"{family.text}: fit it with engine='exact', everyone and no compressor; random_effects() has its "
+        "groups' posteriors"
+    )
 
 
 @dataclass(frozen=True)
@@ -220,9 +234,11 @@ class ThetaLayout:
 
 
 def layout_of(groups: Groups, units: Coordinates, start: float) -> ThetaLayout:
+    family = groups.study.family
     if len(units.widths) > 1:
         raise SettingsError(NESTED)
-    family = groups.study.family
+    if not family.canonical:
+        raise SettingsError(other_family(family))
     return ThetaLayout(units, family, start if units.intercept and not family.gaussian else 0.0)
 
 

@@ -99,9 +99,12 @@ def described(fit: MixedFit) -> tuple[dict[str, Any], Tensors]:
     if points:
         named |= {"points.b": torch.stack([p.b for p in points])}
         named |= {"points.factor": torch.stack([p.factor for p in points])}
-        named |= {"points.sigma": torch.tensor([p.sigma for p in points], dtype=torch.float64)}
+        for name in ("sigma", "dispersion"):
+            values = torch.tensor([getattr(p, name) for p in points], dtype=torch.float64)
+            named |= {f"points.{name}": values}
     numbers = {n: getattr(fit.groups, n) for n in ("examples", "rounds", "bytes_up")}
     groups: dict[str, Any] = {"units": len(fit.groups), "counts": list(fit.groups.counts), **numbers}
+    groups |= {"compared": fit.groups.compared}
     groups |= {"named": sorted(kinds.named), "left_out": kinds.left_out, "marks": kinds.marks}
     about = {
         "format": FIT_FORMAT,
@@ -111,7 +114,8 @@ def described(fit: MixedFit) -> tuple[dict[str, Any], Tensors]:
         "seed": fit.seed,
         "seconds": fit.seconds,
         "groups": groups | {"missing": dict(kinds.missing)},
-        "outcome": {n: getattr(outcome, n) for n in OUTCOME} | {"sigma": outcome.point.sigma},
+        "outcome": {n: getattr(outcome, n) for n in OUTCOME}
+        | {"sigma": outcome.point.sigma, "dispersion": outcome.point.dispersion},
         "found": {n: getattr(found, n) for n in FOUND} | {"trace": list(found.trace)},
         "engine": {"kind": type(fit.engine).__name__} | _numbers(fit.engine),
     }
@@ -155,18 +159,18 @@ def parts_of(
     sums = {n: tensors[f"groups.{n}"] for n in COUNTED}
     numbers = {n: int(about[n]) for n in ("examples", "rounds", "bytes_up")}
     counted: dict[str, Any] = {**sums, **numbers, "counts": tuple(map(int, about["counts"]))}
+    counted["compared"] = about.get("compared")
     groups = Groups(members(study), study, kinds, **counted)
     settings = {n: v for n, v in saved["engine"].items() if n != "kind"}
     make: Callable[..., Engine] = ENGINES[saved["engine"]["kind"]]
-    point = ThetaPoint(tensors["b"], tensors["factor"], float(outcome["sigma"]))
+    point = ThetaPoint(tensors["b"], tensors["factor"], float(outcome["sigma"]), float(outcome["dispersion"]))
     search = {n: found[n] for n in FOUND} | {"trace": tuple(map(float, found["trace"]))}
     result = SearchResult(x=tensors["x"], hessian=tensors["hessian"], **search)
     estimated = {n: outcome[n] for n in OUTCOME} | {"covariance": tensors["covariance"]}
     points: tuple[ThetaPoint, ...] | None = None
     if "points.b" in tensors:
-        each = zip(
-            tensors["points.b"], tensors["points.factor"], tensors["points.sigma"].tolist(), strict=True
-        )
+        last = (tensors[f"points.{name}"].tolist() for name in ("sigma", "dispersion"))
+        each = zip(tensors["points.b"], tensors["points.factor"], *last, strict=True)
         points = tuple(ThetaPoint(*one) for one in each)
     return {
         "design": replace(design, dropped=tuple(saved["dropped"])),

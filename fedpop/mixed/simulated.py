@@ -28,7 +28,7 @@ def drawing(fit: MixedFit, seed: int, replicate: int) -> Drawing:
     whole = torch.zeros(len(fit.design.fixed_terms), dtype=torch.float64)
     whole[list(fit.units.kept or range(len(whole)))] = b
     root = fit.units.random_map @ point.factor * point.sigma
-    return Drawing(whole, root, point.sigma, seed, replicate, tuple(fit.units.widths))
+    return Drawing(whole, root, point.sigma, point.dispersion, seed, replicate, tuple(fit.units.widths))
 
 
 def simulated(fit: MixedFit, count: int, seed: int) -> Any:
@@ -81,7 +81,8 @@ def parameters(fit: MixedFit) -> dict[str, float]:
             out[f"sd_{names[i]}|{group}"] = float(fit.covariance[i, i].clamp(min=0).sqrt())
         else:
             out[f"cor_{names[i]}.{names[j]}|{group}"] = float(fit.correlation[i, j])
-    return out | ({} if fit.sigma is None else {"sigma": fit.sigma}) | fit.coefficients
+    beside = {"sigma": fit.sigma, "dispersion": fit.dispersion}
+    return out | {n: v for n, v in beside.items() if v is not None} | fit.coefficients
 
 
 def bootstrapped(fit: MixedFit, count: int, seed: int) -> Bootstrap:

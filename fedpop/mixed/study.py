@@ -20,18 +20,19 @@ from torch import Tensor
 from fedpop.entries import called, entry_named
 from fedpop.errors import DataError, SchemaError
 from fedpop.federation.clients import Federation, Packed
-from fedpop.federation.participation import Participation
 from fedpop.federation.reading import require_separator
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
+from fedpop.mixed.common_key import NO_KEY, CommonKey
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.design import Design, Wanted
 from fedpop.mixed.drawing import Drawing
+from fedpop.mixed.families import Family, family_named
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown
 from fedpop.mixed.nesting import BEGINS, CELLS, RowOrder, cells
-from fedpop.mixed.response import Family, Response, family_named, response_of
-from fedpop.mixed.table import NA, Rows, as_frame, read_csv, rows_of
+from fedpop.mixed.response import Response, response_of
+from fedpop.mixed.table import NA, Rows, as_categories, as_frame, read_file, rows_of
 from fedpop.questions import Question, Table, Units
 from fedpop.questions.schema import Moments
 from fedpop.site.plan import Plan
@@ -63,6 +64,8 @@ class FormulaStudy(Study):
     coordinates: Coordinates | None = None
     drawing: Drawing | None = None
     """Responses are drawn in place of the observed ones."""
+    common_key: CommonKey = NO_KEY
+    """What a site has in common with others, by which groups are compared; it does not travel."""
 
     fixed: ClassVar[bool] = True
 
@@ -89,15 +92,12 @@ class FormulaStudy(Study):
         """The response's column, where it is one."""
         return self.formula.response.column
 
-    def drawn(self, rule: Participation) -> bool:
-        return self.design is not None  # a group is at one site
-
     # --- what a site receives ------------------------------------------------------------------
 
     def description(self) -> tuple[dict[str, Any], Tensors]:
         description: dict[str, Any] = {
             "formula": self.formula.text,
-            "family": self.family.name,
+            "family": self.family.text,
             "weights": None if self.weights is None else self.weights.text,
             "missing": self.missing,
             "na": list(self.na),
@@ -161,7 +161,15 @@ class FormulaStudy(Study):
         wanted = frame[names]
         if self.missing == "drop" and bool(wanted.isna().any(axis=1).all()):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
-        return self.rows(frame)
+        rows = self.rows(frame)
+        for column, levels in () if self.design is None else self.design.levels.items():
+            other = int((~as_categories(rows.columns[column]).isin(levels)).sum())
+            if other:
+                raise SchemaError(
+                    f"{who} has {other} row(s) of {column!r} at levels that too few rows have to be told: "
+                    "merge these levels, or leave the rows out"
+                )
+        return rows
 
     def response_of(self, rows: Rows) -> Response:
         """The response of rows: observed, or drawn."""
@@ -228,7 +236,7 @@ def table_at(place: SiteData, na: Sequence[str]) -> Any:
     """A site's table as a data frame."""
     if ":" in place.where:
         return as_frame(called(place.where, entry_named(place.where, place.folder), place.site))
-    return read_csv(Path(place.where), na, place.table)
+    return read_file(Path(place.where), na, place.table)
 
 
 def _missing_in(column: str) -> str:

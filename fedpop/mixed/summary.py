@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedpop.mixed.inference import two_sided
+from fedpop.mixed.study import SITE
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
@@ -22,6 +23,8 @@ def summary(fit: MixedFit) -> str:
     if not fit.family.gaussian:
         lines[0] += f" ({fit.outcome.log_likelihood_method})"
         lines.append(f" Family: {fit.family.name} ( {fit.family.link} )")
+    if fit.dispersion is not None:
+        lines.append(f" {_sentence(fit.family.dispersion)}: {fit.dispersion:.4g}")
     if fit.laws.name == "satterthwaite":
         lines[0] += f"; {SATTERTHWAITE}"
     lines.append(f"Formula: {fit.formula}")
@@ -30,6 +33,8 @@ def summary(fit: MixedFit) -> str:
     lines += ["", *_criteria(fit), "", "Random effects:", *_random(fit)]
     counts = "; ".join(f"{name}, {count}" for name, count in fit.counts.items())
     lines.append(f"Number of obs: {fit.n_obs}, groups:  {counts}")
+    if fit.groups.compared is not None and fit.group != SITE:
+        lines.append(apart(fit.groups.compared, fit.n_groups))
     if fit.design.dropped:
         lines.append(rank_deficient(fit.design.dropped))
     if (kinds := fit.groups.kinds).left_out:
@@ -46,6 +51,8 @@ def summary(fit: MixedFit) -> str:
         "",
         f"{_sentence(fit.convergence)} ({fit.rounds} rounds, {fit.outcome.engine})",
     ]
+    if fit.unusual:
+        lines.append(out_of_proportion(fit.unusual))
     if fit.singular:
         lines.append("boundary (singular) fit: a variance is zero or a correlation is one; see fit.singular")
     return "\n".join(lines)
@@ -61,6 +68,29 @@ def rank_deficient(dropped: Sequence[str]) -> str:
     return (
         f"fixed-effect model matrix is rank deficient, so dropped {len(dropped)} {what}: {', '.join(dropped)}"
     )
+
+
+def out_of_proportion(groups: Sequence[str]) -> str:
+    """Which groups move everyone's estimates.
+
+    >>> out_of_proportion(["site 'b'"])
+    "effects out of all proportion to the other groups', which move everyone's estimates: site 'b'"
+    """
+    named = ", ".join(groups[:5]) + (f", and {len(groups) - 5} more" if len(groups) > 5 else "")
+    return f"effects out of all proportion to the other groups', which move everyone's estimates: {named}"
+
+
+def apart(compared: int, groups: int) -> str:
+    """Whether it is known that no group is at two sites.
+
+    >>> apart(18, 18)
+    "No group is at two sites: their names were compared under the sites' common key"
+    """
+    if compared == groups:
+        return "No group is at two sites: their names were compared under the sites' common key"
+    whose = "Groups were not" if not compared else f"{compared} of {groups} groups were"
+    end = "sites have no common key, and equal names at two of them are two groups"
+    return f"{whose} compared between sites: " + (end if not compared else f"other {end}")
 
 
 def _sentence(words: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedpop.errors import DataError, SettingsError
+from fedpop.extras import library
 from fedpop.federation.table_format import MINIMUM, USUAL_TABLE, TableFormat
 from fedpop.mixed.formula import Formula
 from fedpop.questions.schema import sorted_levels
@@ -18,6 +19,7 @@ from fedpop.questions.schema import sorted_levels
 MISSING = ("drop", "error")
 NA = ("NA",)
 """Words of a file that stand for missing values, beside empty fields; as in R."""
+PARQUET = (".parquet", ".pq")
 DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}")
 """How dates are written: year, month and day, or the other way round; a time may follow."""
 NOT_A_NUMBER = "NaN"
@@ -69,6 +71,22 @@ def read_csv(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUA
     return frame
 
 
+def read_parquet(path: Path) -> Any:
+    """A table out of a Parquet file, whose nulls are what is missing."""
+    arrow = library("pyarrow", "data", "Parquet files")
+    try:
+        return pandas().read_parquet(path, engine="pyarrow").reset_index(drop=True)
+    except (OSError, ValueError, arrow.ArrowException) as error:
+        raise DataError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+
+
+def read_file(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUAL_TABLE) -> Any:
+    """A table out of a Parquet file, by its ending, or else of a CSV file."""
+    if Path(path).suffix.lower() in PARQUET:
+        return read_parquet(Path(path))
+    return read_csv(path, na, table)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Columns that a formula speaks of (floats, or pandas categories), and whose each row is."""
@@ -99,7 +117,7 @@ def as_frame(data: Any, na: Sequence[str] = NA) -> Any:
     if isinstance(data, pd.DataFrame):
         return data
     if isinstance(data, str | Path):
-        return read_csv(data, na)
+        return read_file(data, na)
     if isinstance(data, Mapping) and data and all(isinstance(v, pd.DataFrame) for v in data.values()):
         return pd.concat(list(data.values()), ignore_index=True)
     try:

@@ -28,8 +28,12 @@ from fedpop.settings import class_of, describe, name_of, ours
 
 OURS: dict[str, type[nn.Module]] = {"CropFlip": CropFlip, "Standardise": Standardise}
 """Layers of fedpop's own that a file can hold beside torch's."""
+AGAIN = "given again"
+"""Of a model that is not made of torch's own layers."""
 LARGEST_LAYER = 2**30
 """Parameters of one layer that a file may ask for."""
+LARGEST_ARGUMENT, MOST_LAYERS = 2**26, 1000
+"""Numbers that a layer in a file may be made of, and layers inside a layer: each takes time to be made."""
 
 
 @describe.register
@@ -54,8 +58,7 @@ def described_module(plain: dict[str, Any]) -> nn.Module:
 
 def model_spec(model: Model) -> dict[str, Any] | None:
     """A description from which the model can be built again, or None when that is not possible."""
-    family = type(model.likelihood)
-    likelihood = {"name": family.name if ours(family) else name_of(family)} | _settings(model.likelihood)
+    likelihood = _described_likelihood(model)
     if isinstance(model, CustomModel):
         return {"kind": "CustomModel", "likelihood": likelihood} | _parameters(model)
     parts = [module_spec(m) for m in model.modules()]
@@ -70,6 +73,18 @@ def model_spec(model: Model) -> dict[str, Any] | None:
     return None
 
 
+def _described_likelihood(model: Model) -> dict[str, Any]:
+    family = type(model.likelihood)
+    return {"name": family.name if ours(family) else name_of(family)} | _settings(model.likelihood)
+
+
+def saved_spec(model: Model) -> dict[str, Any]:
+    """The same, and of a model that cannot be built again enough to know it by."""
+    shown = [" ".join(repr(m).split()) for m in model.modules()]
+    again = {"kind": AGAIN, "likelihood": _described_likelihood(model), "shown": shown}
+    return model_spec(model) or again
+
+
 def _parameters(model: CustomModel) -> dict[str, Any]:
     """Names, shapes and links: all of a function's model that a file can hold."""
     return {
@@ -80,15 +95,51 @@ def _parameters(model: CustomModel) -> dict[str, Any]:
 
 def require_same(spec: dict[str, Any] | None, model: Model) -> None:
     """Raise unless a model given anew has the parameters of the saved one."""
-    if spec is None or spec["kind"] != "CustomModel":
+    mine = saved_spec(model)
+    if spec is None:
+        return
+    if spec["likelihood"] != mine["likelihood"]:
+        raise CheckpointError(
+            f"the model's likelihood is not the saved one: {_likelihood(mine)} now, {_likelihood(spec)} then"
+        )
+    for part in ("shown", "modules", "personal"):
+        if part in spec and part in mine and spec[part] != mine[part]:
+            raise CheckpointError(
+                f"the model is not the saved one: {_brief(mine[part])} now, {_brief(spec[part])} then"
+            )
+    if spec["kind"] != "CustomModel":
         return
     if not isinstance(model, CustomModel):
         raise CheckpointError(f"this population was learned with a CustomModel, not with {model!r}")
-    for part, mine in _parameters(model).items():
-        if mine != spec[part]:
+    for part, its in _parameters(model).items():
+        if its != spec[part]:
             raise CheckpointError(
-                f"the model's {part} is not the saved one: {_shown(mine)} now, {_shown(spec[part])} then"
+                f"the model's {part} is not the saved one: {_shown(its)} now, {_shown(spec[part])} then"
             )
+
+
+def _likelihood(spec: dict[str, Any]) -> str:
+    """As it is written.
+
+    >>> _likelihood({"likelihood": {"name": "normal", "variance": 0.5}})
+    'normal(variance=0.5)'
+    """
+    name, *_ = (own := dict(spec["likelihood"])).values()
+    return f"{name}({', '.join(f'{n}={v!r}' for n, v in own.items() if n != 'name')})"
+
+
+def _brief(part: Any) -> str:
+    """Layers in a line."""
+    if not isinstance(part, list):
+        return str(part)
+    words = [p if isinstance(p, str) else _layer(p) for p in part]
+    return " ".join(", ".join(words).split())[:300]
+
+
+def _layer(spec: dict[str, Any]) -> str:
+    if "children" in spec:
+        return f"Sequential({', '.join(map(_layer, spec['children']))})"
+    return f"{spec['class']}({', '.join(f'{n}={v}' for n, v in spec['args'].items())})"
 
 
 def _shown(parameters: list[Any]) -> str:
@@ -101,7 +152,7 @@ def _settings(value: Any) -> dict[str, Any]:
 
 def model_from(spec: dict[str, Any] | None) -> Model:
     """The model of a description."""
-    if spec is None:
+    if spec is None or spec["kind"] == AGAIN:
         raise CheckpointError(
             "this model is not made of torch's own layers only, so it cannot be rebuilt from the file; "
             "give it again: fedpop.load(path, model=...)"
@@ -176,6 +227,13 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
     if cls is nn.Sequential:
         return nn.Sequential(*[module_from(child) for child in spec["children"]])
     args = {k: tuple(v) if isinstance(v, list) else v for k, v in spec["args"].items()}
+    for name, value in args.items():
+        most = MOST_LAYERS if name.endswith("_layers") else LARGEST_ARGUMENT
+        several = value if isinstance(value, tuple) else (value,)
+        if len(several) > MOST_LAYERS or any(isinstance(v, int | float) and abs(v) > most for v in several):
+            raise CheckpointError(
+                f"a layer {spec['class']} with {name} = {str(value)[:50]} is larger than any"
+            )
     if "device" not in inspect.signature(cls.__init__).parameters:
         module: nn.Module = cls(**args)
         return module

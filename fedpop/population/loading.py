@@ -51,7 +51,7 @@ def load(
     saved, about = _described(folder), folder / "population.json"
     with reading(about, WHAT):
         digests = {_plain_name(name): str(digest) for name, digest in saved["files"].items()}
-        theta_file = folder / saved["theta"]
+        theta_file = folder / _plain_name(saved["theta"])
         theta = read_tensors(theta_file, digests[theta_file.name])
         names = _names(saved["clients"])
     algorithm = _method(saved, about, model, prior)
@@ -71,7 +71,7 @@ def load(
     with reading(about, WHAT):
         history = []
         if saved["history"] is not None:
-            lines = folder / saved["history"]
+            lines = folder / _plain_name(saved["history"])
             history = json_lines(read_bytes(lines, digests[lines.name]), lines)
         require(Whole, rounds=saved["rounds"], learned_from=saved["learned_from"])
         population = Population(
@@ -93,7 +93,7 @@ def load(
         _ = population.convergence and population.convergence.words  # of numbers, or an error
         here = {name: i for i, name in enumerate(population.names)}  # they may come back in another order
         for name in saved["models"]:
-            for who, state in _models(folder / name, digests[name], len(names)):
+            for who, state in _models(folder / _plain_name(name), digests[name], len(names)):
                 if names[who] in here:
                     population._personal[here[names[who]]] = {n: t.to(device) for n, t in state.items()}
     return population
@@ -129,7 +129,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 def _plain_name(name: str) -> str:
     """A file of this folder, and of no other."""
-    if Path(name).name != name:
+    if not isinstance(name, str) or Path(name).name != name:
         raise ValueError(f"{name!r} is not the name of a file beside it")
     return name
 
@@ -184,7 +184,7 @@ def _key(folder: Path, name: str | None, digests: dict[str, str]) -> Key:
     """The sites' own key where it was saved, else everybody's."""
     if name is None:
         return PUBLIC
-    private = folder / name
+    private = folder / _plain_name(name)
     read_bytes(private, digests[private.name])
     with reading(private, "a sites' key"):
         plain = read_json(private)

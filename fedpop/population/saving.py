@@ -16,7 +16,7 @@ import torch
 from fedpop.files import NewFiles, tensor_bytes, writable_folder, write_sealed
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm
-from fedpop.models.spec import model_spec
+from fedpop.models.spec import saved_spec
 from fedpop.settings import name_of
 from fedpop.version import __version__
 
@@ -55,7 +55,7 @@ def save(
             "version": __version__,
             "method": name_of(type(method)),
             "algorithm": method.describe(),
-            "model": model_spec(method.model),
+            "model": saved_spec(method.model),
             "known": method.model.known(),
             "theta": new.add("theta", "safetensors", tensor_bytes(published)),
             "models": [

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from torch import Tensor
+
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
-from fedpop.message import Answer, Tensors, Total
+from fedpop.message import Answer, Guard, Tensors, Total
 from fedpop.message.declared import Sent
+from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN
 
 R = TypeVar("R", covariant=True)
 Table = Mapping[str, Any]
@@ -37,6 +40,8 @@ class Units:
     """Their models with theta fixed, made once."""
     split: Callable[[str], Cohort]
     """Their examples of another split, such as ``validation``."""
+    guard: Guard | None = None
+    """What judges units that are added up at once, where somebody does."""
     tables: Callable[[], Sequence[Table]] = _no_tables
     """Each one's columns, where it is not agreed yet what examples look like."""
 
@@ -51,6 +56,9 @@ class Question(ABC, Generic[R]):
     name: ClassVar[str]
     quorum: ClassVar[float] = 1.0
     """The share of units that must answer; below it there is no result."""
+    closes: ClassVar[bool] = False
+    """Across machines it is over as a round is, when a quorum of sites has answered; else when all have, or
+    time is up."""
     lasting: ClassVar[bool] = False
     """Of a question before the rounds: whoever comes later is asked it too, because of what it leaves with
     units or because its sum stays in use. It asks the same at any time."""
@@ -60,6 +68,21 @@ class Question(ABC, Generic[R]):
     """Not everyone has the same vectors to send: a level of a column, say, that only some have."""
     sends: ClassVar[Mapping[str, Sent]] = {}
     """Vectors and numbers that are not among those of ``fedpop.message.declared``, by name."""
+
+    guarded: ClassVar[tuple[str, ...]] = ()
+    """Vectors whose norms are judged as those of messages are: an answer out of all proportion to the others'
+    is left out, and named."""
+    excludes: ClassVar[bool] = False
+    """Whoever is left out for that takes no further part."""
+
+    def guard(self, multiple: float, of: str = "") -> Guard:
+        """What judges its answers."""
+        return Guard(multiple, self.guarded, {}, MESSAGES_FOR_A_MEDIAN, of=of)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        """Which rows ``[S]`` of what was sent can be an honest answer; None: no row says more than that it is
+        finite."""
+        return None
 
     @property
     def shows_rows(self) -> int | None:

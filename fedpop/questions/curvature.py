@@ -59,6 +59,10 @@ class CurvatureStep(Curvature):
 
     prior_precision: float
     quorum: ClassVar[float] = 0.0  # a unit that is not finite is left out, as in the rounds
+    guarded: ClassVar[tuple[str, ...]] = ("curvature",)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        return (vectors["curvature"] >= 0).all(1)
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         u, largest = self._largest(asked, units, key)

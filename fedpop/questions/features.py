@@ -22,6 +22,8 @@ LEAST_EXAMPLES = 2
 COLLINEAR = 1e-10
 """An eigenvalue of the moments of features whose mean square is one, below which they are multiples of each
 other: rounding leaves 1e-15 of sums in double precision, and (1e-7)^2 of columns in single precision."""
+SLACK = 1 + 1e-6
+"""Of rounding, where products of sums are compared with each other."""
 FEATURE_ROWS = 64
 """Examples of a unit that are used: one number is asked for, and a pass over all images of many clients
 would take as long as several rounds."""
@@ -39,6 +41,11 @@ class FeatureScale(Question[Tensors]):
 
     def ask(self, known: Tensors) -> Tensors:
         return {"phi": self.phi}
+
+    guarded: ClassVar[tuple[str, ...]] = ("size",)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        return (vectors["size"] >= 0).all(1)
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         phi, cohort = asked["phi"], units.cohort.thinned(FEATURE_ROWS)
@@ -77,6 +84,15 @@ class FeatureMoments(Question[Tensors]):
     name: ClassVar[str] = "feature moments"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
 
+    guarded: ClassVar[tuple[str, ...]] = ("moments",)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        sent = vectors["moments"]
+        if not self.whole:
+            return (sent >= 0).all(1)
+        q = head_layout(self.model)[1]
+        return (sent[:, -1] >= 0) & moments_possible(sent[:, :-1].unflatten(1, (q, q)))
+
     @property
     def shows_rows(self) -> int:
         return LEAST_EXAMPLES
@@ -99,6 +115,13 @@ class FeatureMoments(Question[Tensors]):
         if not float(sent[-1]) or not float(sent[:-1].abs().max()) > 0:
             return {}
         return shapes(sent[:-1].reshape(shape) / sent[-1], 1.0, outputs)
+
+
+def moments_possible(second: Tensor) -> Tensor:
+    """Which of these ``[S, q, q]`` can be sums of f f': no entry is more than the diagonal allows."""
+    size = second.diagonal(dim1=1, dim2=2)
+    most = SLACK * size.unsqueeze(1) * size.unsqueeze(2)
+    return (size >= 0).all(1) & (second.square() <= most).flatten(1).all(1)
 
 
 def head_layout(model: Model) -> tuple[int, int]:

@@ -17,7 +17,14 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import LinearLayout, Model
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST_EXAMPLES, head_features, head_layout, shapes
+from fedpop.questions.features import (
+    LEAST_EXAMPLES,
+    SLACK,
+    head_features,
+    head_layout,
+    moments_possible,
+    shapes,
+)
 
 RIDGE = 1e-6
 """Of a feature's mean square: features that are multiples of each other share a coefficient. A fit leaves as
@@ -30,6 +37,11 @@ noise that was given explains all of it."""
 def applies(model: Model) -> bool:
     """Normal targets of a linear head."""
     return model.linear and model.likelihood.quadratic and isinstance(model.z_layout, LinearLayout)
+
+
+def columns_of(sent: int, outputs: int) -> int:
+    """How many columns there are, where c (c + outputs) moments and two sums were sent."""
+    return int(((outputs**2 + 4 * (sent - 2)) ** 0.5 - outputs) / 2 + 0.5)
 
 
 def spread_of(left: float, noise: float | None) -> float:
@@ -47,6 +59,17 @@ class LeastSquares(Question[Tensors]):
     phi: Tensor
     name: ClassVar[str] = "least squares"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
+
+    guarded: ClassVar[tuple[str, ...]] = ("moments",)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        sent, outputs = vectors["moments"], head_layout(self.model)[0]
+        c = columns_of(sent.shape[1], outputs)
+        second, cross = sent[:, : c * c].unflatten(1, (c, c)), sent[:, c * c : -2].unflatten(1, (c, outputs))
+        sizes = second.diagonal(dim1=1, dim2=2)
+        explained = (cross.square() <= SLACK * sizes.unsqueeze(2) * sent[:, -2, None, None]).all(2).all(1)
+        possible: Tensor = (sent[:, -2:] >= 0).all(1) & explained & moments_possible(second)
+        return possible
 
     @property
     def shows_rows(self) -> int:
@@ -86,7 +109,7 @@ class LeastSquares(Question[Tensors]):
         if not n or not square > 0:
             return {}
         # Of c columns there were c (c + outputs) moments: those of z come first, then those of fixed effects.
-        c = int(((outputs**2 + 4 * (len(sent) - 2)) ** 0.5 - outputs) / 2 + 0.5)
+        c = columns_of(len(sent), outputs)
         second, cross = sent[: c * c].reshape(c, c), sent[c * c : -2].reshape(c, outputs)
         size = second.diagonal() / n
         size = size.clamp(min=1e-12 * float(size.max()))  # a column of zeros has a ridge as well

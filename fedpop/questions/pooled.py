@@ -27,7 +27,7 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import Model
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST_EXAMPLES
+from fedpop.questions.features import LEAST_EXAMPLES, SLACK, moments_possible
 from fedpop.questions.least_squares import RIDGE, spread_of
 
 POOLED_STEPS = 8
@@ -55,6 +55,18 @@ class PooledFit(Question[Tensors]):
     name: ClassVar[str] = "pooled fit"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
     starts_noise: ClassVar[bool] = True
+
+    guarded: ClassVar[tuple[str, ...]] = ("sums",)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        d = self.model.z_layout.size
+        sums = vectors["sums"].unflatten(1, (-1, d * d + d + 3))
+        second, cross = sums[..., : d * d].unflatten(2, (d, d)), sums[..., d * d : -3]
+        sizes = second.diagonal(dim1=2, dim2=3)
+        explained = (cross.square() <= SLACK * sizes * sums[..., -3:-2]).flatten(1).all(1)
+        whole = moments_possible(second.flatten(0, 1)).unflatten(0, sums.shape[:2]).all(1)
+        possible: Tensor = (sums[..., -3:] >= 0).flatten(1).all(1) & explained & whole
+        return possible
 
     @property
     def shows_rows(self) -> int:

@@ -13,6 +13,7 @@ examples would reveal from being sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -28,6 +29,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
 from fedpop.questions.base import Question, Units
+from fedpop.questions.features import moments_possible
 from fedpop.settings import Setting
 
 LEAST_MOMENT = 1e-8
@@ -92,9 +94,15 @@ class SecondMoments(Question[Tensors]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort = units.cohort
         x = _padded(units)
-        x, used = _used(x, cohort.sizes >= self.minimum, x.square().sum((1, 2)))
+        x, used, odd = _used(x, units, self.minimum, x.square().sum((1, 2)))
         second = torch.einsum("cni,cnj->ij", x, x)
-        return _summed(cohort, second=second, count=(used * cohort.sizes).sum())
+        return _summed(cohort, odd, second=second, count=(used * cohort.sizes).sum())
+
+    guarded: ClassVar[tuple[str, ...]] = ("second",)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        second, k = vectors["second"], math.isqrt(vectors["second"].shape[1])
+        return (vectors["count"] >= 0).all(1) & moments_possible(second.unflatten(1, (k, k)))
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         second, count = (total.plain[n].double() for n in ("second", "count"))
@@ -124,12 +132,17 @@ class CrossProducts(Question[Tensors]):
         x = _padded(units) @ asked["whitener"]
         y = cohort.pad(self.model.likelihood.working_response(cohort.y)).to(torch.float64)
         size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
-        x, used = _used(x, cohort.sizes >= self.minimum, size)
+        x, used, odd = _used(x, units, self.minimum, size)
         y = torch.where(used[:, None, None] > 0, y, torch.zeros_like(y))
         pairs = (used * cohort.sizes * (cohort.sizes - 1)).sum()
         squares = y.square().sum((1, 2)) / cohort.sizes.clamp(min=1)
         unit = y * squares.clamp(min=torch.finfo(y.dtype).tiny).rsqrt()[:, None, None]
-        return _summed(cohort, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
+        return _summed(cohort, odd, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
+
+    guarded: ClassVar[tuple[str, ...]] = ("cross", "even")
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        return (vectors["pairs"] >= 0).all(1)
 
     def finish(self, known: Tensors, total: Total) -> Tensors:
         phi, width = self.model.initial_phi(), self.model.z_layout.size
@@ -157,13 +170,16 @@ def _padded(units: Units) -> Tensor:
     return units.cohort.pad(units.cohort.x).to(torch.float64)
 
 
-def _used(x: Tensor, large: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """Units that are large enough and whose message, of this size, is finite; others' x is zero."""
-    used = large & torch.isfinite(size.float())
-    return torch.where(used[:, None, None], x, torch.zeros_like(x)), used.to(x.dtype)
+def _used(x: Tensor, units: Units, minimum: int, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Units that are large enough and whose message, of this size, is finite and in proportion to others';
+    others' x is zero. And those that are out of all proportion."""
+    cohort, guard = units.cohort, units.guard
+    large = (cohort.sizes >= minimum) & torch.isfinite(size.float())
+    odd = torch.zeros_like(large) if guard is None else guard.far(size * large, cohort.sizes)
+    used = large & ~odd
+    return torch.where(used[:, None, None], x, torch.zeros_like(x)), used.to(x.dtype), odd
 
 
-def _summed(cohort: Cohort, **sums: Tensor) -> Answer:
+def _summed(cohort: Cohort, odd: Tensor, **sums: Tensor) -> Answer:
     """Sums over the units, in single precision: second moments need no more, and bytes count."""
-    everyone = torch.ones(len(cohort), dtype=torch.bool, device=cohort.device)
-    return Answer(everyone, sums={n: s.reshape(-1).float() for n, s in sums.items()})
+    return Answer(~odd, sums={n: s.reshape(-1).float() for n, s in sums.items()}, odd=odd)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
@@ -24,6 +25,11 @@ class TargetSize(Question[Tensors]):
     minimum: int
     name: ClassVar[str] = "target size"
     quorum: ClassVar[float] = 0.0  # a start can be made without those who are not finite
+
+    guarded: ClassVar[tuple[str, ...]] = ("size",)
+
+    def possible(self, vectors: Tensors) -> Tensor | None:
+        return (vectors["size"][:, : 1 + self.model.outputs] >= 0).all(1)
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort, model = units.cohort, self.model

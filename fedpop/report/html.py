@@ -38,6 +38,8 @@ class Section:
     """Figures that are as wide as the page; a phone scrolls them."""
     small: bool = False
     """Many small figures, as many beside each other as there is room."""
+    printed: str = ""
+    """Text as it was printed, its lines under one another."""
 
 
 @dataclass(frozen=True)

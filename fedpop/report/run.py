@@ -65,6 +65,7 @@ def run_report(folder: Path) -> Path:
     sections = [
         *([] if warnings is None else [Section("Warnings", sheet=warnings)]),
         Section("The run", sheet=Sheet(("", ""), rows)),
+        *([] if (fit := _printed(folder)) is None else [fit]),
         *([] if estimates is None else [Section("Estimates", ESTIMATES, estimates)]),
         *([] if heard is None else [Section("Sites", sheet=heard)]),
         Section("Over the rounds", figures=figures),
@@ -73,6 +74,12 @@ def run_report(folder: Path) -> Path:
         sections.append(differ)
     page = Page(f"fedpop: {name}", lead, sections)
     return write_page(folder / "report.html", page)
+
+
+def _printed(folder: Path) -> Section | None:
+    """What a formula's fit prints."""
+    file = folder / "fit.txt"
+    return Section("The fit", printed=read_bytes(file).decode()) if file.exists() else None
 
 
 def _participation(history: list[dict[str, Any]]) -> Sheet | None:

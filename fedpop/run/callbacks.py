@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,16 +48,6 @@ class Callback:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None: ...
-
-
-def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """A round's numbers for curves: lists by their lengths, and nothing that is no number.
-
-    >>> scalars({"round": 3, "loss": 0.5, "left_out": ["anna"], "acceptance": None, "unbiased": False})
-    {'round': 3.0, 'loss': 0.5, 'left_out': 1.0, 'unbiased': 0.0}
-    """
-    plain = {n: len(v) if isinstance(v, list | tuple) else v for n, v in metrics.items()}
-    return {n: float(v) for n, v in plain.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
 @dataclass

@@ -36,6 +36,8 @@ class Checkpoint:
     precision: str
     """What the backbone runs in, chosen at the first start."""
     totals: dict[str, float]
+    doubted: dict[str, list[str]] = field(default_factory=dict)
+    """Whose answers before the rounds were left out."""
     rate: float | None = None
     """A step size that trial rounds found before the first one."""
     best_round: int | None = None
@@ -118,7 +120,7 @@ def _check(found: Checkpoint, path: Path) -> None:
     require(Count, threads=found.threads, **{f"end {i}": end for i, end in enumerate(found.ends)})
     if found.threads > MOST_THREADS:
         raise ValueError(f"{found.threads} threads")
-    for entry in ("config", "totals", "callbacks"):
+    for entry in ("config", "totals", "callbacks", "doubted"):
         if not isinstance(getattr(found, entry), dict):
             raise TypeError(f"{entry} is not an object")
     if any(isinstance(v, bool) or not isinstance(v, int | float) for v in found.totals.values()):

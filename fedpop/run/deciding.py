@@ -107,6 +107,11 @@ def _of_rounds(run: Run) -> Iterator[Decision]:
     if rounds := 0 if staged is None else staged.warm_up(first):
         noise = f"falls to its value over the first {rounds} rounds"
         yield Decision("noise variance", noise, f"it was given, and the first stage has {first} rounds")
+    for name, asked in run.doubted.items():
+        because = (
+            f"its answers to {', '.join(dict.fromkeys(asked))} were out of all proportion to the others'"
+        )
+        yield Decision("left out before the rounds", name, because, unusual=True)
     if method.guard is not None and guard_for(method, {}, guard.MESSAGES_FOR_A_MEDIAN) is not None:
         roster = run.members.roster
         sites = len(roster) if roster.sites is None else len(roster.sites.unique())

@@ -138,11 +138,15 @@ class JournaledMembers(Members):
             members = self.members
             found, total = members.ask(asking)
             members.commit(entered=False)
+            self.recorded(total)
             self.journal.add(digest, RecordedAnswer(asking.question.name, total, members.units))
             self.asked, self._units = self.asked + 1, members.units
             return found, total
         self._units = entry.units
         return asking.question.finish(asking.known, entry.total), entry.total
+
+    def recorded(self, total: Total) -> None:
+        """Called before an answer is recorded."""
 
     def _digest(self, asking: Asking[Any]) -> str:
         """Of all that an answer depends on."""
@@ -174,7 +178,11 @@ class JournaledMembers(Members):
 
     @property
     def waits(self) -> bool:
-        return True
+        return self._members is None or self._members.waits
+
+    @property
+    def quorum(self) -> float:
+        return 1.0 if self._members is None else self._members.quorum
 
     @property
     def roster(self) -> Roster:

@@ -94,6 +94,11 @@ class Members(ABC):
         return True
 
     @property
+    def quorum(self) -> float:
+        """The share of the members that closes a round."""
+        return 1.0
+
+    @property
     @abstractmethod
     def units(self) -> int:
         """How many units there are at present: the paper's b."""
@@ -282,7 +287,8 @@ class LocalMembers(Members):
         if asking.split is not None:
             among = (self.federation.splits[asking.split].sizes > 0).nonzero().squeeze(1)
         plan, personal = asking.models_at(self.sites, self.plan)
-        return self.sites.ask(asking.question, asking.known, asking.key, plan, personal, among)
+        guard = None if asking.method is None else asking.method.guard
+        return self.sites.ask(asking.question, asking.known, asking.key, plan, personal, among, guard)
 
     def commit(self, entered: bool = True) -> None:
         self.sites.commit(entered)

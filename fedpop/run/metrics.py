@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,3 +73,13 @@ class Metrics:
         assert self._file is not None
         with writing(self.path):
             os.fsync(self._file.fileno())
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """A round's numbers for curves: lists by their lengths, and nothing that is no number.
+
+    >>> scalars({"round": 3, "loss": 0.5, "left_out": ["anna"], "acceptance": None, "unbiased": False})
+    {'round': 3.0, 'loss': 0.5, 'left_out': 1.0, 'unbiased': 0.0}
+    """
+    plain = {n: len(v) if isinstance(v, list | tuple) else v for n, v in metrics.items()}
+    return {n: float(v) for n, v in plain.items() if isinstance(v, int | float) and math.isfinite(v)}

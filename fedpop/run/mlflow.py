@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fedpop.checked import Checked
 from fedpop.errors import SettingsError
 from fedpop.extras import library
-from fedpop.run.callbacks import Callback, scalars
+from fedpop.run.callbacks import Callback
+from fedpop.run.metrics import scalars
 
 if TYPE_CHECKING:
     from fedpop.federation.clients import Federation

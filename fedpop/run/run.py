@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
-from fedpop.errors import CheckpointError, SettingsError
+from fedpop.errors import CheckpointError, SettingsError, warn_user
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
@@ -145,6 +145,8 @@ class Run:
         """Of the information at theta, where a verdict has found it."""
         self.best_round: int | None = None
         """The round whose theta is returned, where validation data choose it."""
+        self.doubted: dict[str, list[str]] = {}
+        """Whose answers before the rounds were left out, and to which questions."""
         self.decisions: tuple[Decision, ...] = ()
         """What settings left open, and what it is here."""
         self._best: tuple[Tensors, Tensors] | None = None
@@ -366,6 +368,14 @@ class Run:
             refuse(f"the answers to {question.name!r}")
         key = self.secret.at(round=0, purpose=question.name)
         result, total = self.members.ask(Asking(question, known, key, self.algorithm, late=late))
+        for name in self.members.names_of(total.suspects):
+            self.doubted.setdefault(name, []).append(question.name)
+            if question.excludes:
+                warn_user(
+                    f"{name} takes no part: its answer to {question.name!r} is out of all proportion to the "
+                    "others'; look at its data's scale (guard=None lets it take part)"
+                )
+        self.spend({"out_of_proportion": len(total.suspects)} if total.suspects else {})
         self.members.commit(entered=False)
         self.spend({name: total.numbers.get(name, 0.0) for name in (*WORK, "bytes_down")})
         self.spend({"bytes_up": total.bytes_up})
@@ -537,6 +547,7 @@ class Run:
                 threads=self.threads,
                 precision=self.precision,
                 totals=self.totals,
+                doubted=self.doubted,
                 rate=None if finds is None else finds.rate(),
                 callbacks={str(i): c.state() for i, c in enumerate(self.callbacks)},
                 stopped=stopped,
@@ -559,6 +570,7 @@ class Run:
                 remembered = {n: t for n, t in best.items() if not n.startswith("server.")}
                 self._best = (_part("server.", best, device), remembered)
             self.round, self.best_round, self.totals = saved.round, saved.best_round, dict(saved.totals)
+            self.doubted = dict(saved.doubted)
             finds = role_of(method, FindsRate)
             if saved.rate is not None and finds is not None and finds.rate() != saved.rate:
                 method = finds.with_rate(saved.rate)

@@ -39,7 +39,7 @@ class Plan:
             starts = [0, *(sites[ids].diff().nonzero().squeeze(1) + 1).tolist(), len(ids)]
             each = [ids[a:b] for a, b in pairwise(starts) if b > a]
             return [group for units in each for group in self.cut(units, sizes)]
-        mine = sizes[ids]
+        mine = sizes.index_select(0, ids)
         if len(ids) == 0:
             return []
         longest = int(mine.max())

@@ -22,7 +22,8 @@ from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
 from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total
 from fedpop.message.fixed_point import FixedPoint, learned
-from fedpop.methods.base import Algorithm, Remembers, Round, guard_for, role_of
+from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN, UNITS
+from fedpop.methods.base import Algorithm, Remembers, Round, guard_for, role_of, units_guard_for
 from fedpop.questions import Question, Table, Units
 from fedpop.server.robust import RobustAggregate
 from fedpop.site.plan import Plan
@@ -40,6 +41,8 @@ from fedpop.site.work import (
 )
 
 R = TypeVar("R")
+OUTSIDE = "outside"
+"""State of a unit that takes no further part: what it has is out of all proportion."""
 
 Lost = Callable[[int, Tensor], Tensor]
 """Which of these units' messages never arrive in a round: ``lost(round, units)`` is ``[C]``."""
@@ -99,8 +102,8 @@ class Sites:
         if self.store.all_seen(ids):
             return self.store.get(ids, self.device)
         entered = self.store.seen(ids)
-        fresh = method.enter(self.federation.units[ids].to(self.device), broadcast, key)
-        holding = self.store.slots[ids] >= 0
+        fresh = method.enter(self.federation.units.index_select(0, ids).to(self.device), broadcast, key)
+        holding = self.store.slots.index_select(0, ids) >= 0
         stored = self.store.get(ids[holding], self.device) if bool(holding.any()) else {}
         for name, value in stored.items():
             # Of units that never took part only what a question left is theirs.
@@ -110,7 +113,20 @@ class Sites:
             fresh[name][known.to(self.device)] = value[known[holding].to(self.device)]
         return fresh
 
-    def units(self, ids: Tensor, cohort: Cohort, personal: ModelMaker, what: str) -> Units:
+    def outside(self, ids: Tensor) -> Tensor:
+        """Which of these units take no part: a question has found them out of all proportion, ``[C]``."""
+        flags, slots = self.store.tensors.get(OUTSIDE), self.store.slots[ids]
+        if flags is None:
+            return torch.zeros(len(ids), dtype=torch.bool)
+        return (slots >= 0) & flags[slots.clamp(min=0, max=len(flags) - 1)].bool()
+
+    def _inside(self, active: Active) -> Active:
+        out = self.outside(active.ids)
+        return Active(active.ids[~out], active.weights[~out], active.ratio) if bool(out.any()) else active
+
+    def units(
+        self, ids: Tensor, cohort: Cohort, personal: ModelMaker, what: str, guard: Guard | None = None
+    ) -> Units:
         """The units at these positions as a question sees them."""
 
         def models() -> Tensors:
@@ -123,7 +139,10 @@ class Sites:
                 return self.federation.cohort(ids, self.device, which)
             return cohort.take(slice(0, 0), cohort.units, torch.zeros_like(cohort.sizes))
 
-        tables, units = self.tables, Units(cohort, self.store.get(ids, self.device), models, split)
+        tables, units = (
+            self.tables,
+            Units(cohort, self.store.get(ids, self.device), models, split, guard=guard),
+        )
         return units if tables is None else replace(units, tables=lambda: [tables[i] for i in ids.tolist()])
 
     # --- work --------------------------------------------------------------------------------
@@ -149,6 +168,7 @@ class Sites:
         self, method: Algorithm, round: Round, active: Active, plan: Plan, messages: int, encode: bool = False
     ) -> Iterator[Work]:
         """The active units' work in a round of so many ``messages``, as the server sees it."""
+        active = self._inside(active)
         exchange = _RoundExchange(self, method, round, active, messages, encode)
         yield from self._work(active.ids, plan, exchange)
 
@@ -161,14 +181,18 @@ class Sites:
         personal: ModelMaker = None,
         among: Tensor | None = None,
         encode: bool = False,
+        guard: float | None = None,
     ) -> Iterator[Work]:
-        """Answers to a question of everyone, or of those at these positions, as the server sees them."""
+        """Answers to a question of everyone, or of those at these positions, as the server sees them; of one
+        that is guarded without units that are so many times above the median here."""
         ids = torch.arange(len(self.federation)) if among is None else among
+        ids = ids[~self.outside(ids)]
         sending = Sending(
             Channel(), key, encode=encode, sends=question.sends, secure=self.secure, messages=self.count(ids)
         )
         plan = plan.taking(question.memory(asked))
-        yield from self._work(ids, plan, _QuestionExchange(self, question, asked, personal, sending))
+        several = None if guard is None or self.secure else question.guard(guard, UNITS)
+        yield from self._work(ids, plan, _QuestionExchange(self, question, asked, personal, sending, several))
 
     def _work(self, ids: Tensor, plan: Plan, exchange: Exchange) -> Iterator[Work]:
         """Messages as they are ready; what follows for states is in ``updates`` once all were settled."""
@@ -186,7 +210,7 @@ class Sites:
         for site, groups in groupby(
             plan.cut(ids, self.federation.train.sizes, sites), key=lambda group: int(sites[group[0]])
         ):
-            whole = SiteMessage(site, exchange, self.updates)
+            whole = SiteMessage(site, exchange, self.updates, int((sites == site).sum()))
             for group in groups:
                 cohort, weights = self._cohort(group), exchange.weights_of(group).to(self.device)
                 local, found = exchange.answers(group, cohort, weights)
@@ -197,6 +221,7 @@ class Sites:
 
     def round(self, method: Algorithm, round: Round, active: Active, plan: Plan) -> Total:
         """The active units' work, added up; nobody's state changes before ``commit``."""
+        active = self._inside(active)
         messages = self.count(active.ids)
         exchange = _RoundExchange(self, method, round, active, messages, encode=False)
         lost = None if self.lost is None else lambda ids: self._lost(round.number, ids)
@@ -204,6 +229,8 @@ class Sites:
         if round.robust is not None:
             into = RobustAggregate(round.robust)
         total = self._total(works, exchange.guard, active.ratio, lost, into)
+        if (units := exchange.units_guard) is not None:
+            total = replace(total, usual=total.usual | units.learned(total.numbers))
         if round.secure is None or exchange.guard is None:
             return total
         scales = learned(exchange.guard.names, total.numbers, round.broadcast, round.secure.margin)
@@ -221,12 +248,20 @@ class Sites:
         plan: Plan,
         personal: ModelMaker = None,
         among: Tensor | None = None,
+        guard: float | None = None,
     ) -> tuple[R, Total]:
-        """Ask everyone (or those at these positions) and make of the sum what the question makes of it."""
+        """Ask everyone (or those at these positions) and make of the sum what the question makes of it.
+        Answers that cannot be, or are so many times above the median, are left out."""
         asked = question.ask(known)
         ids = Everyone().draw(self.federation.roster, key).ids if among is None else among
-        total = self._total(self.question_work(question, asked, key, plan, personal, ids), None, False)
-        if total.count < question.quorum * len(ids):
+        ids = ids[~self.outside(ids)]
+        works: Iterable[Work] = self.question_work(question, asked, key, plan, personal, ids, guard=guard)
+        if guard is not None and self.secure is None and question.guarded:
+            works = _sound(works, question, question.guard(guard))
+        total = self._total(works, None, False)
+        if question.excludes:
+            self.updates.append((ids, {OUTSIDE: torch.isin(ids, torch.tensor(total.suspects))}))
+        if total.count + len(total.suspects) < question.quorum * len(ids):
             names = ", ".join(repr(self.federation.names[i]) for i in total.left_out[:5])
             raise EstimateError(
                 f"{question.name}: {total.count} of {len(ids)} clients could answer, not enough; left out "
@@ -262,6 +297,8 @@ class Sites:
             inside = work.settled(received)
             if absurd is not None:
                 suspects += work.ids[(work.good & work.of_units(absurd)).cpu()].tolist()
+            if work.odd is not None:
+                suspects += work.ids[work.odd.cpu()].tolist()
             if not bool(inside.all()):
                 left_out += work.ids[(~inside).cpu()].tolist()
         usual = {} if guard is None else guard.learned(aggregate.numbers)
@@ -280,6 +317,8 @@ class _RoundExchange(Exchange):
         hidden, channel = round.secure is not None, method.channel
         # Norms are data: under privacy nothing looks at them.
         self.guard = None if round.private else guard_for(method, round.broadcast, messages, hidden)
+        if sites.sites is not None and not hidden and round.private is None:
+            self.units_guard = units_guard_for(method, round.broadcast, len(active.ids))
         alone = sites.sites is None and sites.lost is None
         self.fused = (
             alone and channel.transparent and not hidden and round.private is None and round.robust is None
@@ -322,14 +361,49 @@ class _QuestionExchange(Exchange):
     """Units' answers to a question."""
 
     def __init__(
-        self, sites: Sites, question: Question[Any], asked: Tensors, personal: ModelMaker, sending: Sending
+        self,
+        sites: Sites,
+        question: Question[Any],
+        asked: Tensors,
+        personal: ModelMaker,
+        sending: Sending,
+        units_guard: Guard | None,
     ) -> None:
-        self.sites, self.question, self.asked = sites, question, asked
+        self.sites, self.question, self.asked, self.units_guard = sites, question, asked, units_guard
         self.personal, self.sending = personal, sending
 
     def answers(self, group: Tensor, cohort: Cohort, weights: Tensor) -> tuple[Tensors, Iterable[Answer]]:
-        units = self.sites.units(group, cohort, self.personal, self.question.name)
+        units = self.sites.units(group, cohort, self.personal, self.question.name, self.units_guard)
         return {}, [self.question.answer(self.asked, units, self.sending.key)]
+
+
+def _sound(works: Iterable[Work], question: Question[Any], guard: Guard) -> Iterator[Work]:
+    """Works without rows that cannot be an answer, or are out of proportion; the first ones wait until there
+    are enough for a median."""
+    counts, held, rows = dict[str, float](), list[Work](), 0
+
+    def judged() -> Iterator[Work]:
+        for work in held:
+            out = guard.beyond(work.message, work.examples, counts)
+            if bool(out.any()):
+                before = work.message.withheld
+                withheld = out if before is None else out | before
+                work = replace(work, message=replace(work.message.without(out), withheld=withheld))
+            yield work
+        held.clear()
+
+    for work in works:
+        message = work.message
+        possible = question.possible(message.vectors) if message.vectors else None
+        if possible is not None and not bool(possible.all()):
+            wrong = message.received & ~possible
+            work = replace(work, message=replace(message.without(wrong), withheld=wrong))
+        counts = added(counts, guard.counted(work.message, work.examples))
+        rows += int(work.message.received.sum())
+        held.append(work)
+        if rows >= MESSAGES_FOR_A_MEDIAN:
+            yield from judged()
+    yield from judged()
 
 
 def _in_proportion(answers: Iterable[Answer], guard: Guard, sizes: Tensor) -> Iterable[Answer] | None:

@@ -20,7 +20,7 @@ class LocalStore:
 
     def seen(self, ids: Tensor) -> Tensor:
         """Which of these units have taken part in a round."""
-        return self.entered[ids]
+        return self.entered.index_select(0, ids)
 
     def all_seen(self, ids: Tensor) -> bool:
         """Whether all of them have."""
@@ -31,9 +31,9 @@ class LocalStore:
         """States of units all of which have taken part before."""
         if self._all(ids):
             return {name: t.to(device) for name, t in self.tensors.items()}
-        rows = self.slots[ids]
+        rows = self.slots.index_select(0, ids)
         known = self.tensors if bool((rows >= 0).all()) else {}
-        return {name: t[rows].to(device) for name, t in known.items()}
+        return {name: t.index_select(0, rows).to(device) for name, t in known.items()}
 
     def _all(self, ids: Tensor) -> bool:
         """These are all units, in the order in which they are stored."""
@@ -51,13 +51,13 @@ class LocalStore:
         if not states:
             return
         if not everyone:
-            new = ids[self.slots[ids] < 0]
+            new = ids[self.slots.index_select(0, ids) < 0]
             self.slots[new] = torch.arange(self.used, self.used + len(new))
             self.used += len(new)
         if everyone or self._all(ids):
             self.tensors |= {name: value.detach().to("cpu") for name, value in states.items()}
             return
-        rows = self.slots[ids]
+        rows = self.slots.index_select(0, ids)
         for name, value in states.items():
             value = value.detach().to("cpu")
             stored = self.tensors.get(name)
@@ -68,7 +68,7 @@ class LocalStore:
                 if stored is not None:
                     grown[: stored.shape[0]] = stored
                 self.tensors[name] = stored = grown
-            stored[rows] = value
+            stored.index_copy_(0, rows, value)
 
     def state(self) -> dict[str, Tensor]:
         """Everything, for a checkpoint."""

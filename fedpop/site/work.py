@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +30,10 @@ Update = tuple[Tensor, Tensors]
 """Positions of units, and the states that they store from now on."""
 
 
+WITHHELD_UNITS = "units withheld"
+"""Of a site's message: how many of its units it left out."""
+
+
 @dataclass(frozen=True)
 class Work:
     """A message as the server sees it, and the units that it is of."""
@@ -46,6 +49,8 @@ class Work:
     """Participation weights of the rows, ``[S]``."""
     examples: Tensor
     """How many examples the rows are made of, ``[S]``."""
+    odd: Tensor | None
+    """Units that their site left out of its message, which were out of all proportion, ``[C]``."""
     settle: Callable[[Tensor], None]
     """To be called with the rows that the server received, ``[S]``: units' states follow from that."""
 
@@ -83,7 +88,7 @@ class Sending:
 
     def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
         """What becomes of a message on its way."""
-        require_declared(chain(message.vectors, message.sums), message.numbers, self.sends)
+        require_declared(message, self.sends)
         applied = weights if self.weigh and self.private is None else None  # there they are one
         encode = self.encode and self.secure is None
         message = self.channel.send(message, self.key, applied, self.plain, encode)
@@ -101,6 +106,8 @@ class Exchange(ABC):
     """One round, or one question: what units answer, and the states that follow."""
 
     sending: Sending
+    units_guard: Guard | None = None
+    """What looks at units before a site of several adds them up."""
     remembered: tuple[str, ...] = ()
     """Vectors of which a unit remembers what the server saw."""
 
@@ -139,7 +146,7 @@ class UnitMessages:
         def settle(received: Tensor) -> None:
             self._settle(answer, received & answer.good if hidden else received, message)
 
-        return Work(message, ids, None, answer.good, weights, sizes, settle)
+        return Work(message, ids, None, answer.good, weights, sizes, answer.odd, settle)
 
     def _settle(self, answer: Answer, received: Tensor, message: Message) -> None:
         seen = seen_by_server(message, self.exchange.remembered)
@@ -170,17 +177,25 @@ class SiteMessage:
     """The message of a site of several units, added up cohort by cohort: no more than one cohort's vectors
     are ever there."""
 
-    def __init__(self, site: int, exchange: Exchange, updates: list[Update]) -> None:
+    def __init__(self, site: int, exchange: Exchange, updates: list[Update], units: int = 1) -> None:
         self.site, self.exchange, self.updates = site, exchange, updates
+        self.several = units > 1
         self.sums: Tensors = {}
         self.numbers: dict[str, float] = {}
         self.named: dict[str, tuple[str, list[Tensor]]] = {}
         self.parts: list[tuple[Tensor, Tensors, Answer]] = []
         self.weights: list[Tensor] = []
+        self.odd: list[Tensor] = []
         self.examples = 0
 
     def add(self, group: Tensor, sizes: Tensor, weights: Tensor, local: Tensors, answer: Answer) -> None:
-        """One cohort's answer; who is not good is left out."""
+        """One cohort's answer; who is not good, or out of all proportion, is left out."""
+        guard = self.exchange.units_guard if self.several else None
+        odd = torch.zeros_like(answer.good) if answer.odd is None else answer.odd
+        if guard is not None:
+            answer, more = guard.judged(answer, sizes)
+            odd = odd | more
+        self.odd.append(odd)
         good = answer.good
         for name, vectors in answer.vectors.items():
             # One unit after the other: where cohorts are cut changes no bit of a sum.
@@ -200,6 +215,9 @@ class SiteMessage:
         """The message of all that was added."""
         good = torch.cat([answer.good for _, _, answer in self.parts])
         weights = torch.cat(self.weights)
+        odd = torch.cat(self.odd)
+        if bool(odd.any()):
+            self.numbers = added(self.numbers, {WITHHELD_UNITS: float(odd.sum())})
         weight = alike(weights, "take part with different probabilities")
         device = good.device
         count = len(good) if self.exchange.sending.private is not None else int(good.sum())
@@ -222,7 +240,8 @@ class SiteMessage:
             self._settle(received, message, count)
 
         ids = torch.cat([group for group, _, _ in self.parts])
-        return Work(message, ids, torch.zeros_like(good, dtype=torch.int64), good, weight, examples, settle)
+        row = torch.zeros_like(good, dtype=torch.int64)
+        return Work(message, ids, row, good, weight, examples, odd, settle)
 
     def _settle(self, received: Tensor, message: Message, count: int) -> None:
         received_all, shares = bool(received.all()), Tensors()
@@ -283,6 +302,7 @@ def joined(answers: Sequence[Answer], units: int) -> Answer:
         vectors={n: whole([a.vectors[n] for a in answers]) for n in answers[0].vectors},
         local={n: whole([a.local[n] for a in answers]) for n in answers[0].local},
         cost=cost,
+        odd=None if answers[0].odd is None else whole([a.good if a.odd is None else a.odd for a in answers]),
     )
 
 

@@ -12,18 +12,21 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.errors import FedpopError, SettingsError, TrainingError
+from fedpop.errors import FedpopError, FedpopWarning, SettingsError, TrainingError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import unit_of
 from fedpop.message import Answer, Tensors
 from fedpop.methods import METHODS
 from fedpop.methods.base import Algorithm, Round, guard_for
+from fedpop.questions import Question
+from fedpop.questions.features import FeatureScale
+from fedpop.questions.least_squares import LeastSquares
 from tests.crash import Crash, CrashAt
 from tests.helpers import seeded
 
 CLIENTS, ROWS = 20, 10
 CULPRIT = "c07"
-ABLE = sorted(n for n, c in METHODS.items() if c.guarded)
+ABLE = sorted(n for n, c in METHODS.items() if c.guarded and not c.sends_states)
 """Methods that send moves or gradients."""
 
 
@@ -140,8 +143,6 @@ def test_not_below_five_messages_nor_in_the_paper() -> None:
     assert "out_of_proportion" not in method_of("FedAvg").fit(four, rounds=1).history[0]
     assert fp.FedSOUL.paper(model()).guard is None
     assert guard_for(fp.FSGLD(model()), {}, 100) is None  # a relay
-    assert guard_for(fp.DGLMC(model()), {}, 100) is None  # states
-    assert guard_for(fp.L2GD(model()), {}, 100) is None
 
 
 SEEN = {"scaled": True, "sign-flipped": False, "random": False, "repeated": False}
@@ -174,11 +175,94 @@ def test_what_is_usual_survives_a_kill(tmp_path: Path) -> None:
     assert torch.equal(theta(whole), theta(again))
 
 
-def test_several_clients_at_a_site_are_judged_as_one_message() -> None:
+def test_a_site_judges_each_of_its_clients() -> None:
+    """Of two clients nobody knows what is usual in the first round, in which the site's sum is judged; then
+    the median over clients everywhere tells which of them it is, and the other one counts."""
     names = list(data())
     sites = {f"s{k}": names[2 * k : 2 * k + 2] for k in range(CLIENTS // 2)}
-    population = method_of("FedAvg").fit(data(1e6), rounds=2, sites=sites)
-    assert all(m["out_of_proportion"] == ["c06", "c07"] for m in population.history)
+    population = method_of("FedAvg").fit(data(1e6), rounds=3, sites=sites)
+    assert [m["out_of_proportion"] for m in population.history] == [["c06", "c07"], ["c07"], ["c07"]]
+    large = {"a": names[:10], "b": names[10:]}  # one of which knows by itself
+    population = method_of("FedAvg").fit(data(1e6), rounds=2, sites=large)
+    assert [m["out_of_proportion"] for m in population.history] == [["c07"], ["c07"]]
+    alone = method_of("FedAvg").fit({n: d for n, d in data().items() if n != CULPRIT}, rounds=2)
+    torch.testing.assert_close(theta(population), theta(alone), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["L2GD", "DGLMC"])
+def test_a_state_out_of_all_proportion_is_named_and_does_not_count(name: str) -> None:
+    """Whenever states are sent, which L2GD's are in some of the rounds."""
+
+    def far(_: str, v: Tensor, units: Tensor) -> Tensor:
+        return torch.where((units == unit_of(CULPRIT)).unsqueeze(1), 1e6 * v, v)
+
+    population = disturbed(method_of(name), far).fit(data(), rounds=12)
+    named = [m["out_of_proportion"] for m in population.history if "out_of_proportion" in m]
+    assert named
+    assert all(names == [CULPRIT] for names in named)
+    usual = method_of(name).fit(data(), rounds=12)
+    assert all("out_of_proportion" not in m for m in usual.history)
+    assert float(theta(population).norm()) < 10 * float(theta(usual).norm())
+
+
+def test_the_exact_engine_leaves_out_a_client_in_another_unit_and_names_it(tmp_path: Path) -> None:
+    def clients(scale: float) -> dict[str, tuple[Tensor, Tensor]]:
+        g = torch.Generator().manual_seed(5)
+        found = {}
+        for i in range(CLIENTS):
+            x, slope = torch.randn(ROWS, 1, generator=g), 2 + 0.3 * torch.randn(1, generator=g)
+            y = (slope * x + 0.1 * torch.randn(ROWS, 1, generator=g))[:, 0]
+            found[f"c{i:02d}"] = (x, y * (scale if f"c{i:02d}" == CULPRIT else 1))
+        return found
+
+    def fitted(data: dict[str, tuple[Tensor, Tensor]], guard: float | None = 1e3, **more: Any) -> Any:
+        line = fp.Composition(None, seeded(nn.Linear(1, 1), 1), fp.likelihoods.Normal())
+        return fp.FedSOUL(line, guard=guard).fit(data, progress=False, **more)
+
+    without = fitted({n: d for n, d in clients(1.0).items() if n != CULPRIT})
+    with pytest.warns(FedpopWarning, match=f"{CULPRIT} takes no part: its answer to 'contributions'"):
+        found = fitted(clients(1e4))
+    assert found.engine.startswith("exact")
+    # Without hyperprior and by full sums: to the digit what the others alone lead to.
+    torch.testing.assert_close(theta(found), theta(without), atol=1e-4, rtol=1e-4)
+    assert found.convergence is not None
+    assert found.convergence.converged
+    decided = [d for d in found.decisions if d.what == "left out before the rounds"]
+    assert [(d.chosen, d.unusual) for d in decided] == [(CULPRIT, True)]
+    assert CULPRIT in str(found)
+    assert bool(torch.isfinite(found.predict(CULPRIT, [[1.0]]).mean).all())  # it has a model of its own
+    with pytest.warns(FedpopWarning, match=CULPRIT):  # a site of several finds its own
+        at_sites = fitted(
+            clients(1e4), sites={"a": [f"c{i:02d}" for i in range(10)], "b": [f"c{i}" for i in range(10, 20)]}
+        )
+    torch.testing.assert_close(theta(at_sites), theta(found), atol=1e-4, rtol=1e-4)
+    moved = fitted(clients(1e4), guard=None)
+    assert float((theta(moved) - theta(without)).abs().max()) > 1
+
+
+@pytest.mark.parametrize("vector", ["moments", "size"])
+def test_an_impossible_answer_to_a_start_question_is_left_out_and_named(
+    vector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative sums of squares: they ended the run with a math domain error."""
+    question: type[Question[Any]] = {"moments": LeastSquares, "size": FeatureScale}[vector]
+    honest = question.answer
+
+    def hostile(self: Any, asked: Tensors, units: Any, key: Any) -> Answer:
+        answer = honest(self, asked, units, key)
+        bad = (units.cohort.units == unit_of(CULPRIT)).unsqueeze(1)
+        return replace(answer, vectors={vector: torch.where(bad, -40.0, answer.vectors[vector])})
+
+    monkeypatch.setattr(question, "answer", hostile)
+    clients = data()
+    if vector == "size":
+        clients = {n: (x, (y > 0).long()) for n, (x, y) in clients.items()}
+        asked = fp.Composition(seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 2), 2), "categorical")
+    else:
+        asked = model()
+    population = fp.FedSOUL(asked, engine="sampled").fit(clients, rounds=2, progress=False)
+    assert bool(torch.isfinite(theta(population)).all())
+    assert [d.chosen for d in population.decisions if d.what == "left out before the rounds"] == [CULPRIT]
 
 
 # --- nobody left, and theta that is not finite -----------------------------------------------------------

@@ -13,6 +13,7 @@ from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import free_port
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import transport_on
 
@@ -77,4 +78,4 @@ class Made:
         """The run itself, over the Grid in this process."""
         folder = ServerFolder(self.server)
         grid = LocalGrid(app, {name: self.root / name for name in ("north", "south")})
-        return run_deployment(folder.deployment(), transport_on(grid), folder.run)
+        return run_deployment(deployment(folder), transport_on(grid), folder.run)

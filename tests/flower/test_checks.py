@@ -10,6 +10,7 @@ from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.records import message_from_record, request_from_record
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment
 from fedpop.flower.site import open_site
 from tests.flower.commands import Made, fedpop, refused
 from tests.flower.local_grid import LocalGrid
@@ -93,7 +94,7 @@ def test_a_model_that_cannot_be_imported_is_refused(made: Made, capsys: pytest.C
 def sent(made: Made) -> set[tuple[str, tuple[tuple[str, int], ...]]]:
     """What the first site really sends in a run, questions and rounds."""
     grid = LocalGrid(app, {name: made.root / name for name in ("north", "south")})
-    run_deployment(ServerFolder(made.server).deployment(), transport_on(grid), made.server / "run")
+    run_deployment(deployment(ServerFolder(made.server)), transport_on(grid), made.server / "run")
     out = set()
     for site, request, reply in grid.traffic:
         read, message = request_from_record(request.content), message_from_record(reply.content)

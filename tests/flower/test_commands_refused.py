@@ -20,6 +20,7 @@ from fedpop.flower import certificates, site_commands
 from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment
 from tests.flower.commands import Made, fedpop, refused, rows
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import transport_on
@@ -307,7 +308,7 @@ def test_a_column_that_a_site_lacks_is_told_to_the_server(
         (made.root / "south.csv").write_text(good)
 
     grid.sleep = later  # type: ignore[method-assign]
-    run_deployment(folder.deployment(), transport_on(grid), folder.run)
+    run_deployment(deployment(folder), transport_on(grid), folder.run)
     assert any("site 'south' has no column 'sex'" in r.getMessage() for r in caplog.records)
 
 

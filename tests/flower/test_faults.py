@@ -129,6 +129,9 @@ def spoiled(reply: Message, how: str) -> Message:
             record = message_to_record(replace(old, numbers={**old.numbers, "age": 1.0}))
         elif how == "an undeclared vector":
             record = message_to_record(replace(old, payloads={**old.payloads, "age": old.payloads[first]}))
+        elif how == "an undeclared sum":
+            more = {**old.payloads, "named.age": old.payloads[first]}
+            record = message_to_record(replace(old, payloads=more))
         else:
             record = message_to_record(replace(old, header={**old.header, **changes[how]}))
     reply.content = record
@@ -152,6 +155,7 @@ def spoiled(reply: Message, how: str) -> Message:
         "an unknown word",
         "an undeclared number",
         "an undeclared vector",
+        "an undeclared sum",
     ],
 )
 def test_a_spoiled_reply_is_left_out_and_named(how: str, tmp_path: Path) -> None:

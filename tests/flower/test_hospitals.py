@@ -25,6 +25,7 @@ from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.processes import free_port
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment
 from fedpop.site.study import with_values
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import here, same_bits, transport_on
@@ -90,7 +91,7 @@ def test_the_walk_through(tmp_path: Path) -> None:
         main(["site", "enrol", str(tmp_path / name), *given])
     folder = ServerFolder(server)
     grid = LocalGrid(app, {name: tmp_path / name for name in SITES})
-    population = run_deployment(folder.deployment(), transport_on(grid), folder.run)
+    population = run_deployment(deployment(folder), transport_on(grid), folder.run)
     assert population.convergence is not None
     assert population.convergence.converged
     # What the walk-through shows.

@@ -14,7 +14,9 @@ from fedpop.errors import PrivacyError
 from fedpop.flower.client import app
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.remote import RoundTerms
-from fedpop.flower.server_folder import ServerFolder, deployment_of
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment as deployment_in
+from fedpop.flower.server_settings import deployment_of
 from fedpop.flower.status import standing
 from fedpop.privacy import ledger
 from fedpop.report.run import run_report
@@ -137,7 +139,7 @@ def test_what_looks_at_data_is_refused_by_name_before_anybody_is_asked(tmp_path:
     path = with_privacy(made)
     changed(path, "rounds = 3", 'rounds = 3\nafterwards = ["diagnostics"]\nearly_stop = {every = 2}')
     with pytest.raises(PrivacyError) as caught:
-        ServerFolder(made.server).deployment()
+        deployment_in(ServerFolder(made.server))
     for word in ("early_stop", "afterwards", "diagnostics", "standardise = false", "levels of sex"):
         assert word in str(caught.value)
 
@@ -160,10 +162,10 @@ def test_words_of_the_table_are_checked(tmp_path: Path) -> None:
     made = Made(tmp_path)
     path = with_privacy(made, "[privacy]\nepsilonn = 3\n")
     with pytest.raises(fp.errors.SettingsError, match="unknown setting 'epsilonn'"):
-        ServerFolder(made.server).deployment()
+        deployment_in(ServerFolder(made.server))
     path.write_text(path.read_text().replace("epsilonn = 3", "delta = 1e-6"))
     with pytest.raises(PrivacyError, match="needs epsilon"):
-        ServerFolder(made.server).deployment()
+        deployment_in(ServerFolder(made.server))
 
 
 def test_a_formula_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.fsgld import Surrogates
 from fedpop.methods.qlsd import Reference
 from fedpop.questions import Question
+from fedpop.questions.contributions import Contributions
 from fedpop.questions.curvature import Curvature, CurvatureStep
 from fedpop.questions.features import FeatureMoments, FeatureScale
 from fedpop.questions.forms import ExampleShape
@@ -107,6 +108,7 @@ CASES: dict[type[Question[Any]], Case] = {
     CrossProducts: Case(lambda m, known: CrossProducts(m.model, 2), before=(SecondMoments,), close=1e-5),
     TargetSize: Case(lambda m, known: TargetSize(m.model, 2)),
     LeastSquares: Case(lambda m, known: LeastSquares(m.model, phi(m))),
+    Contributions: Case(lambda m, known: Contributions(m.hierarchy, phi(m))),
     PooledFit: Case(lambda m, known: PooledFit(m.model, phi(m)), entry=f"{__name__}:line_model"),
     Curvature: Case(lambda m, known: Curvature(m.model, w(m)), "FedAvg", "softmax"),
     CurvatureStep: Case(lambda m, known: CurvatureStep(m.model, w(m), 1.0), "FedAvg", "softmax"),

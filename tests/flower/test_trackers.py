@@ -14,6 +14,7 @@ import pytest
 from fedpop.errors import ExtraError, SettingsError
 from fedpop.flower import trackers
 from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment
 from fedpop.flower.trackers import RETRY_SECONDS, Tracked, trackers_of
 from fedpop.run.callbacks import Callback, EarlyStop
 from fedpop.run.mlflow import MLflow
@@ -64,14 +65,14 @@ def test_what_settings_name(tmp_path: Path) -> None:
     text = file.read_text()
     more = 'tensorboard = "board"\nmlflow = {experiment = "ours", tracking = "http://127.0.0.1:5000"}\n'
     file.write_text(text.replace("[run]\n", f"[run]\n{more}"))
-    early, board, flow = ServerFolder(made.server).deployment().callbacks
+    early, board, flow = deployment(ServerFolder(made.server)).callbacks
     assert type(early) is Callback
     assert isinstance(board, Tracked)
     assert board.shows == TensorBoard(made.server / "run" / "board")
     assert isinstance(flow, Tracked)
     assert flow.shows == MLflow("ours", "http://127.0.0.1:5000")
     file.write_text(text.replace("[run]\n", "[run]\nearly_stop = {every = 2}\n"))
-    assert [type(c) for c in ServerFolder(made.server).deployment().callbacks] == [
+    assert [type(c) for c in deployment(ServerFolder(made.server)).callbacks] == [
         EarlyStop,
         Callback,
         Callback,

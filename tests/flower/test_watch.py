@@ -14,8 +14,8 @@ import pytest
 from fedpop.files import write_json
 from fedpop.flower.metrics import of_run
 from fedpop.flower.pages import Served, serving
+from fedpop.flower.processes import locked
 from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.site_state import locked
 from fedpop.flower.status import standing
 from fedpop.flower.watch import SHOWN_POINTS, page_of, view
 from tests.flower.browser import browsed, get, needs_browser

@@ -40,7 +40,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """What is not left at its default: passes that would be long, and rates at which a few rounds show."""
 
-ONLY: dict[str, tuple[str, ...]] = {"MaximumMarginalLikelihood": ("linear",)}
+ONLY: dict[str, tuple[str, ...]] = {
+    "MaximumMarginalLikelihood": ("linear",),
+    "FedDBE": ("linear", "softmax"),
+    "PFedFDA": ("softmax",),
+}
 """The models that a method is for, where these are not all."""
 
 ADAPTED: dict[str, set[str]] = {n: {"log_step", "updates"} for n in ("FedSOUL", "FedSOUK")}

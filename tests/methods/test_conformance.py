@@ -172,7 +172,7 @@ def test_a_saved_population_predicts_the_same(name: str, kind: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_rule_of_participation_is_enforced(name: str) -> None:
-    kind = "linear"
+    kind = able(name, "linear", "softmax")[0]
     allowed = METHODS[name].participation
     assert allowed in ("any", "full", "one")
     assert usual_participation(METHODS[name]) == (
@@ -194,9 +194,15 @@ def test_the_rule_of_participation_is_enforced(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_passes_are_counted_only_through_a_backbone_that_learns(name: str) -> None:
     """Features of a frozen one are computed once, for every method alike."""
-    given = clients("linear")
-    assert fit(name, "linear", participation=None, rounds=4).totals["backbone_passes"] > 0
-    frozen = fp.Composition(None, seeded(nn.Linear(3, 1, bias=False).to(WIDE), 2), fp.likelihoods.Normal(0.5))
+    kind = able(name, "linear", "softmax")[0]
+    given = clients(kind)
+    assert fit(name, kind, participation=None, rounds=4).totals["backbone_passes"] > 0
+    heads = {
+        "linear": (nn.Linear(3, 1, bias=False), fp.likelihoods.Normal(0.5)),
+        "softmax": (nn.Linear(3, 3), "categorical"),
+    }
+    head, likelihood = heads[kind]
+    frozen = fp.Composition(None, seeded(head.to(WIDE), 2), likelihood)
     method = METHODS[name](frozen, **SETTINGS.get(name, {}))
     totals = method.fit(given, rounds=4, progress=False).totals
     assert totals["backbone_passes"] == 0

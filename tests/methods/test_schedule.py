@@ -9,11 +9,17 @@ from torch import nn
 import fedpop as fp
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.methods.base import Paced, Round
-from tests.helpers import cohort_of, linear_model, ragged, train_key
+from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
 
 SLOW = 0.02
 """Twice this is the rate that a warm-up of two rounds halves in the first."""
 FALLEN = fp.steps.Decay(constant=0.0)
+
+
+def two_classes() -> fp.Composition:
+    return fp.Composition(seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 2), 2), "categorical")
+
+
 PACED = {
     "FedAvg": lambda sgd, **more: fp.FedAvg(linear_model(), local=sgd, **more),
     "FedAvgFT": lambda sgd, **more: fp.FedAvgFT(linear_model(), local=sgd, **more),
@@ -27,6 +33,10 @@ PACED = {
     "LocalOnly": lambda sgd, **more: fp.LocalOnly(linear_model(), local=sgd, **more),
     "PerFedAvg": lambda sgd, **more: fp.PerFedAvg(linear_model(), local=sgd, **more),
     "PFedMe": lambda sgd, **more: fp.PFedMe(linear_model(), local=sgd, **more),
+    "FedBABU": lambda sgd, **more: fp.FedBABU(linear_model(), local=sgd, **more),
+    "PFedFDA": lambda sgd, **more: fp.PFedFDA(two_classes(), local=sgd, **more),
+    "PFedVEM": lambda sgd, **more: fp.PFedVEM(linear_model(), head=sgd, body=sgd, **more),
+    "FedDBE": lambda sgd, **more: fp.FedDBE(linear_model(), local=sgd, **more),
     "FedBE": lambda sgd, **more: fp.FedBE(linear_model(), local=sgd, **more),
 }
 
@@ -45,6 +55,8 @@ def test_every_method_with_a_schedule_is_tried() -> None:
 def test_a_round_has_the_rates_that_the_schedule_says(name: str) -> None:
     """The first of two rounds of warm-up, at twice the rate, is a round at the rate itself, to the bit."""
     clients, build = ragged((3, 5, 2)), PACED[name]
+    if name == "PFedFDA":
+        clients = [(x, (y > 0).long()) for x, y in clients]
     fast, slow = (LocalSGD(epochs=2, rate=rate) for rate in (2 * SLOW, SLOW))
     plain = build(slow).fit(clients, rounds=1, seed=3)
     warm = build(fast, schedule=fp.steps.Cosine(warm_up=2)).fit(clients, rounds=1, seed=3)

@@ -24,7 +24,7 @@ from tests.helpers import generator, seeded
 pytest.importorskip("dp_accounting")
 
 OFFERED = ["FedSOUL", "FedSOUK", "FedAvg", "FedAvgFT", "FedProx", "FedPer", "FedRep", "LGFedAvg", "Ditto",
-           "PFedMe", "APFL"]  # fmt: skip
+           "PFedMe", "APFL", "FedBABU"]  # fmt: skip
 
 
 def clients(count: int = 40, rows: int = 6) -> dict[str, fp.Client]:

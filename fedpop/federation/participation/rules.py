@@ -267,7 +267,7 @@ class Uniform(Participation):
     def draw(self, roster: Roster, key: Key) -> Active:
         key = key.at(purpose="join")
         if sparse(len(roster), self.size):
-            ids = roster.order[distinct(len(roster), self.size, key)].sort().values
+            ids = roster.order.index_select(0, distinct(len(roster), self.size, key)).sort().values
         else:
             u = key.uniform(roster.units, (), torch.float64)
             ids = torch.topk(u, self.size, largest=False).indices.sort().values
@@ -293,8 +293,8 @@ def distinct(clients: int, size: int, key: Key) -> Tensor:
         if len(values) >= size:
             first = torch.full_like(values, length)
             first.scatter_reduce_(0, group, torch.arange(length), "amin")
-            ids: Tensor = values[first.argsort()[:size]].sort().values
-            return ids
+            found: Tensor = values[first <= first.kthvalue(size).values]
+            return found
 
 
 def skips(clients: int, p: float, key: Key) -> Tensor:

@@ -10,6 +10,7 @@ parameters, then packed codes. Anything that is not exactly so is one PayloadErr
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from abc import ABC, abstractmethod
@@ -54,6 +55,10 @@ class Compressor(Setting, ABC):
     @abstractmethod
     def omega(self, d: int) -> float:
         """The smallest known bound on the relative variance, for vectors of length d."""
+
+    def longest(self, d: int) -> float:
+        """How many times as long as a vector of length d it may decode; infinite where nobody says."""
+        return math.inf
 
     @abstractmethod
     def encoded_bytes(self, d: int) -> int:
@@ -168,6 +173,9 @@ class Identity(Compressor):
 
     def omega(self, d: int) -> float:
         return 0.0
+
+    def longest(self, d: int) -> float:
+        return 1.0
 
     def encoded_bytes(self, d: int) -> int:
         return len(sealed(self.kind, d)) + _FORM.size + 4 * d

@@ -48,6 +48,9 @@ class Natural(Compressor):
     def omega(self, d: int) -> float:
         return 0.125
 
+    def longest(self, d: int) -> float:
+        return 2.0
+
     def encoded_bytes(self, d: int) -> int:
         return self._bytes(d, 9)
 

@@ -60,6 +60,9 @@ class QSGD(Compressor):
     def omega(self, d: int) -> float:
         return min(d / self.levels**2, math.sqrt(d) / self.levels)
 
+    def longest(self, d: int) -> float:
+        return 1 + math.sqrt(d) / self.levels
+
     def encoded_bytes(self, d: int) -> int:
         return len(sealed(self.kind, d)) + _FORM.size + packed_bytes(d, self.width)
 

@@ -79,6 +79,9 @@ class RandK(Compressor):
     def omega(self, d: int) -> float:
         return d / self.count(d) - 1 if d else 0.0
 
+    def longest(self, d: int) -> float:
+        return max(1.0, 1 + self.omega(d))
+
     def encoded_bytes(self, d: int) -> int:
         return self._bytes(d, 4)
 
