@@ -641,7 +641,7 @@ TABLES: Mapping[str, Rows] = {
                 "intervals hold ([coverage](privacy.md#mixed-models)); others were not tried",
             ),
             "SHARES": ("of σ⁻², the parts of scores, information and bits", NOT_MEASURED),
-            "FIRST_BOUND, BOUND_QUANTILE, BOUND_RATE": (
+            "FIRST_BOUND, BOUND_QUANTILE, WARM_RATE": (
                 "where bounds begin while coordinates are found, and how they follow",
                 NOT_MEASURED,
             ),
@@ -649,7 +649,7 @@ TABLES: Mapping[str, Rows] = {
                 "bounds of scores and information once their sizes are known",
                 "derived: of a normal score none is beyond, and balanced groups have a third of the other",
             ),
-            "LEAST_INFORMATION, LONGEST_STEP": (
+            "LEAST_WHITENED, LONGEST_STEP": (
                 "what keeps a noised scoring step from running away",
                 "derived: in units in which information is one",
             ),
@@ -666,7 +666,8 @@ TABLES: Mapping[str, Rows] = {
             "ANY_LENGTH": ("rounds of a private run without a budget", "derived: more than any run has"),
             "USEFUL": (
                 "noise over the largest possible sum from which a run is known to learn little, which warns",
-                NOT_MEASURED,
+                "measured: at 0.05 the subspace was found in all of six runs, at 0.085 it was lost in one of three "
+                "([table](privacy.md#differential-privacy))",
             ),
         },
         "message/compressors/rand_k.py": {

@@ -53,13 +53,13 @@ SETTLED_IN = 4
 """Scoring rounds before those whose mean is the estimate."""
 SHARES = {"score": 0.8, "information": 0.17, "score bit": 0.015, "information bit": 0.015}
 """Of sigma^-2."""
-FIRST_BOUND, BOUND_QUANTILE, BOUND_RATE = 5.0, 0.9, 1.0
+FIRST_BOUND, BOUND_QUANTILE, WARM_RATE = 5.0, 0.9, 1.0
 """Of both vectors, before norms are known; the share of groups that is to be inside, and how fast bounds move
 there."""
 SCORE_REACH, INFORMATION_REACH = 2.0, 3.0
 """Bounds after that: times the root of the 0.999 quantile of a normal score's squared norm, and of the root
 of the number of parameters."""
-LEAST_INFORMATION = 0.2
+LEAST_WHITENED = 0.2
 """In whitened coordinates, of one: noise may make a direction look as if nothing were known of it."""
 LONGEST_STEP = 0.5
 """In units in which one group's information is one."""
@@ -357,7 +357,7 @@ def scored(rounds: Rounds, x: Tensor) -> tuple[Tensor, Tensor, float]:
             found = found + answer.information / FOUND_IN
             continue
         inside = (answer.score_inside, answer.information_inside)
-        grown = [math.exp(BOUND_RATE * (BOUND_QUANTILE - min(1.0, max(0.0, share)))) for share in inside]
+        grown = [math.exp(WARM_RATE * (BOUND_QUANTILE - min(1.0, max(0.0, share)))) for share in inside]
         asked = replace(asked, score=asked.score * grown[0], information=asked.information * grown[1])
     noise = rounds.sigma["information"] * asked.information / rounds.q / math.sqrt(FOUND_IN)
     values, vectors = torch.linalg.eigh(found / units)
@@ -371,7 +371,7 @@ def scored(rounds: Rounds, x: Tensor) -> tuple[Tensor, Tensor, float]:
         if k >= SETTLED_IN:
             scores.append(answer.score)
             at.append(asked.x)
-        mean = _at_least(total / (k + 1), LEAST_INFORMATION * units)
+        mean = _at_least(total / (k + 1), LEAST_WHITENED * units)
         step = torch.linalg.solve(mean, answer.score)
         step = step * min(1.0, LONGEST_STEP / float(step.norm()))
         moved = asked.x + white @ step
@@ -379,7 +379,7 @@ def scored(rounds: Rounds, x: Tensor) -> tuple[Tensor, Tensor, float]:
             steps = torch.linalg.solve(mean, torch.stack(scores).mean(0))
             moved = torch.stack(at).mean(0) + white @ steps
         asked = replace(asked, x=moved)
-    mean = _at_least(total / SCORED_ROUNDS, LEAST_INFORMATION * units)
+    mean = _at_least(total / SCORED_ROUNDS, LEAST_WHITENED * units)
     estimate = torch.stack(at).mean(0) + white @ torch.linalg.solve(mean, torch.stack(scores).mean(0))
     added = rounds.sigma["score"] * asked.score / rounds.q
     drawn = (1 - rounds.q) / rounds.q * mean + added**2 * torch.eye(size, dtype=x.dtype)

@@ -26,7 +26,7 @@ from fedpop.privacy.gaussian import BIT, BOUND_RATE, CLIP, SCORE, Gaussian, Norm
 from fedpop.privacy.secure import Policy
 from fedpop.privacy.site_noise import ROUNDED_LOSS, PrivateRound, honest, planned
 
-USEFUL = 0.1
+USEFUL = 0.06
 """Noise over the largest possible sum of gradients above which a run is known to learn little."""
 NO_BOUND = "none: it sees each message"
 ANY_LENGTH = 100_000

@@ -417,7 +417,7 @@ def test_questions_are_refused_in_a_private_run() -> None:
 
 def test_few_units_are_told_so_before_the_run_with_the_number_that_would_do() -> None:
     with pytest.warns(
-        FedpopWarning, match=r"with 40 units, of which 4 take part .* about 1\d{2} units"
+        FedpopWarning, match=r"with 40 units, of which 4 take part .* about 217 units"
     ) as found:
         fp.FedAvg(model()).fit(clients(), rounds=1, participation=0.1, privacy=settings(noise=1.3))
     del found
