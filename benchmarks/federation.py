@@ -23,7 +23,7 @@ import fedpop as fp
 from benchmarks.timing import Advance, Spread, shown
 from fedpop.flower import admission, offline, server_commands, site_commands
 from fedpop.flower.processes import free_port
-from fedpop.flower.requests import Request, digest_of
+from fedpop.flower.requests import Request, digest_of, versions
 from fedpop.flower.site import open_site
 from fedpop.keys import Key
 from fedpop.methods.base import Facts
@@ -201,8 +201,7 @@ def work_of(folder: Path) -> float:
     broadcast = method.broadcast(method.init(facts, Key(0), {}))
     site, laps = open_site(folder, lasting=True), []
     for k in range(5):
-        header = {
-            "version": fp.__version__,
+        header = versions() | {
             "experiment": experiment.name,
             "round": ROUNDS + 1 + k,
             "seed": 0,

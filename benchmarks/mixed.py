@@ -1,4 +1,4 @@
-"""Mixed models on pooled rows: ours, lme4's where there is R, and statsmodels' ``MixedLM``.
+"""Mixed models on pooled rows: ours, lme4's and lmerTest's where there is R, and statsmodels' ``MixedLM``.
 
 ``python -m benchmarks.mixed NAME`` is the part that runs in a separate process, to know its memory.
 """
@@ -40,22 +40,31 @@ class Case:
     """Hospitals that the groups are nested in."""
     pooled: bool = False
     """statsmodels is measured too: its time for more groups is minutes."""
+    tested: bool = False
+    """A fit by REML with degrees of freedom is measured too, beside lmerTest's."""
 
 
 CASES = {
     "intercepts, 1,000 groups": Case("y ~ x + (1 | g)", 1_000, 10, pooled=True),
-    "intercepts, 10,000 groups": Case("y ~ x + (1 | g)", 10_000, 10, pooled=True),
+    "intercepts, 10,000 groups": Case("y ~ x + (1 | g)", 10_000, 10, pooled=True, tested=True),
     "intercepts, 100,000 groups": Case("y ~ x + (1 | g)", 100_000, 10),
-    "slopes, 1,000 groups": Case("y ~ x + (x | g)", 1_000, 100),
+    "slopes, 1,000 groups": Case("y ~ x + (x | g)", 1_000, 100, tested=True),
     "slopes, 100,000 groups": Case("y ~ x + (x | g)", 100_000, 10),
     "yes or no, 5,000 groups": Case("yes ~ x + (1 | g)", 5_000, 10, "binomial"),
-    "nested, 1,000 hospitals": Case("y ~ x + (1 | hospital/g)", 100_000, 10, outer=1_000),
+    "nested, 1,000 hospitals": Case("y ~ x + (1 | hospital/g)", 100_000, 10, outer=1_000, tested=True),
 }
 MEMORY = 2.0
 LME4 = """
 suppressMessages(library(lme4)); d <- read.csv("{table}")
 spent <- system.time(m <- {call}({formula}, d{more}))
 cat(sum(spent[1:2]), format(as.numeric(logLik(m)), digits = 15))
+"""
+
+
+LMERTEST = """
+suppressMessages(library(lmerTest)); d <- read.csv("{table}")
+spent <- system.time({{ m <- lmer({formula}, d); s <- coef(summary(m)) }})
+cat(sum(spent[1:2]), format(s[2, "df"], digits = 15))
 """
 
 
@@ -87,32 +96,45 @@ def alone(case: Case) -> dict[str, float]:
     second = lap(lambda: fits.append(fp.mixed_model(case.formula, frame, case.family)))
     out = {"cpu": second.cpu, "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     out |= {"rounds": float(fits[0].rounds), "log_likelihood": fits[0].log_likelihood}
+    if case.tested:
+        small_fit = fp.mixed_model(case.formula, table(small), REML=True)
+        assert small_fit.degrees
+        tested = lap(lambda: fits.append(fp.mixed_model(case.formula, frame, REML=True)))
+        tested_df = lap(lambda: fits[-1].degrees)
+        out |= {"reml_cpu": tested.cpu + tested_df.cpu, "df": fits[-1].degrees["x"]}
     if case.pooled:
         import statsmodels.formula.api as smf
 
         pooled = lap(lambda: fits.append(smf.mixedlm("y ~ x", frame, groups=frame.g).fit(reml=False)))
-        out |= {"pooled_cpu": pooled.cpu, "pooled_log_likelihood": float(fits[1].llf)}
+        out |= {"pooled_cpu": pooled.cpu, "pooled_log_likelihood": float(fits[-1].llf)}
     return out
 
 
-def lme4(case: Case) -> dict[str, float]:
-    """Processor seconds of R's fit alone, with its default settings (those of maximum likelihood); nothing
-    where there is no R with lme4."""
-    gaussian = case.family == "gaussian"
+def in_r(case: Case) -> dict[str, float]:
+    """Processor seconds of R's fits alone, with default settings: lme4's by maximum likelihood, lmerTest's
+    by REML with degrees of freedom; nothing where there is no R with these."""
+    gaussian, r = case.family == "gaussian", shutil.which("Rscript")
+    if r is None:
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.csv"
         table(case).to_csv(path, index=False)
         more = ", REML = FALSE" if gaussian else f", family = {case.family}, nAGQ = 25"
         call = "lmer" if gaussian else "glmer"
         program = LME4.format(table=path, call=call, formula=case.formula, more=more)
-        r = shutil.which("Rscript")
-        if r is None:
-            return {}
-        done = subprocess.run([r, "-e", program], capture_output=True, text=True, env=os.environ | THREADS)
+        out = _run(r, program, "lme4_cpu", "lme4_log_likelihood")
+        if case.tested:
+            program = LMERTEST.format(table=path, formula=case.formula)
+            out |= _run(r, program, "lmertest_cpu", "lmertest_df")
+    return out
+
+
+def _run(r: str, program: str, *names: str) -> dict[str, float]:
+    """The numbers that a program prints last, by name."""
+    done = subprocess.run([r, "-e", program], capture_output=True, text=True, env=os.environ | THREADS)
     if done.returncode:
         return {}
-    cpu, value = map(float, done.stdout.split()[-2:])
-    return {"lme4_cpu": cpu, "lme4_log_likelihood": value}
+    return dict(zip(names, map(float, done.stdout.split()[-len(names) :]), strict=True))
 
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -123,7 +145,7 @@ def measure(advance: Advance) -> list[Record]:
     for i, (name, case) in enumerate(CASES.items()):
         command = [sys.executable, "-m", "benchmarks.mixed", name]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | THREADS)
-        metrics = json.loads(done.stdout) | lme4(case)
+        metrics = json.loads(done.stdout) | in_r(case)
         setting = {
             "benchmark": NAME,
             "clients": case.outer or case.groups,
@@ -137,18 +159,29 @@ def measure(advance: Advance) -> list[Record]:
 
 
 def tables(records: list[Record]) -> list[Table]:
-    shown = Table(title="mixed models, one thread", caption="processor seconds of a fit")
+    shown = Table(title="mixed models, one thread", caption="processor seconds of a fit; with df: by REML")
     shown.add_column("model", no_wrap=True)
-    for name in ("rows", "fedpop", "peak memory", "target", "lme4", "share", "statsmodels"):
+    for name in (
+        "rows",
+        "fedpop",
+        "peak memory",
+        "target",
+        "lme4",
+        "share",
+        "statsmodels",
+        "with df",
+        "lmerTest",
+    ):
         shown.add_column(name, justify="right")
     for r in records:
         m, case = r["metrics"], CASES[r["setting"]["case"]]
         other, pooled = m.get("lme4_cpu"), m.get("pooled_cpu")
         memory = (f"{m['peak_gib']:.2f} GiB", f"{MEMORY:.2f} GiB")
         share = "-" if other is None else f"{m['cpu'] / other:.2f}"
-        beside = [f"{v:.{max(0, 1 - math.floor(math.log10(v)))}f}" if v else "-" for v in (other, pooled)]
+        seconds = (other, pooled, m.get("reml_cpu"), m.get("lmertest_cpu"))
+        beside = [f"{v:.{max(0, 1 - math.floor(math.log10(v)))}f}" if v else "-" for v in seconds]
         size = f"{case.groups * case.rows:,}"
-        shown.add_row(r["setting"]["case"], size, f"{m['cpu']:.2f}", *memory, beside[0], share, beside[1])
+        shown.add_row(r["setting"]["case"], size, f"{m['cpu']:.2f}", *memory, beside[0], share, *beside[1:])
     return [shown]
 
 

@@ -666,7 +666,8 @@ TABLES: Mapping[str, Rows] = {
             "ANY_LENGTH": ("rounds of a private run without a budget", "derived: more than any run has"),
             "USEFUL": (
                 "noise over the largest possible sum from which a run is known to learn little, which warns",
-                "measured: at 0.05 the subspace was found in all of six runs, at 0.085 it was lost in one of three "
+                "measured: at 0.05 the subspace was found in all of six runs, at 0.085 it was lost in one "
+                "of three "
                 "([table](privacy.md#differential-privacy))",
             ),
         },
@@ -783,6 +784,22 @@ TABLES: Mapping[str, Rows] = {
             "SINGLE_SHARE": (
                 "share of groups with a single row above which a site does not answer",
                 NOT_MEASURED,
+            ),
+        },
+        "mixed/common_key.py": {
+            "LEAST_BINS, MOST_BINS": (
+                "bins of a table by which names of groups are compared",
+                "derived: 18 groups share one by chance in one fit of a hundred, which costs a message; the "
+                "largest table is 8 MiB",
+            ),
+            "BINS_PER_GROUP": ("the same, for each group", "derived: one group of eight shares a bin"),
+            "SURE_TABLES": (
+                "further tables that part no groups, after which their names are taken to be the same",
+                "derived: of different names the chance is one over the square of the bins, below 4e-9",
+            ),
+            "CHECK_BINS": (
+                "by how much sites see that their keys are the same ones",
+                "derived: other keys look the same in one case of a million",
             ),
         },
         "mixed/groups.py": {
@@ -909,6 +926,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/transport.py": "NODE_GONE",
             "flower/requests.py": "PROTOCOL",
             "flower/server_folder.py": "LAYOUT",
+            "flower/site_folder.py": "KEY_LETTERS",
         },
     ),
     "random numbers": (
@@ -958,7 +976,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "pages and pictures": (
         "What reports, tables and progress look like.",
         {
-            "comparison/run.py": "EVALUATIONS_ON_THE_WAY",
+            "comparison/run.py": "EVALUATIONS_ON_THE_WAY, CHECKPOINTS_ON_THE_WAY",
             "federation/cells.py": "SHOWN_VALUES",
             "flower/checks.py": "UNKNOWN_LEVELS, LISTED_VECTORS",
             "flower/rehearsal.py": "REHEARSED_ROUNDS",
@@ -967,6 +985,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "report/features.py": "COUNTED_DRAWS, CLIENTS, EXAMPLES, INPUTS, FEATURES",
             "report/holdings.py": "MOST_NAMED_CLASSES, MOST_BARS, MOST_PIXELS",
             "flower/outcome.py": "SHOWN_ENTRIES",
+            "flower/site_folder.py": "FINGERPRINT_LETTERS",
             "flower/server_commands.py": "FIT_LETTERS",
             "flower/watch.py": "SHOWN_POINTS, SHOWN_ROUNDS, SHOWN_LINES",
             "report/style.py": "STYLE",
@@ -987,6 +1006,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "REFUSED_SECONDS, TAKEN_OVER_SECONDS",
             "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
+            "flower/remote.py": "QUIET_SECONDS, GREETED_SECONDS",
             "flower/server_commands.py": "RUN_TRIES",
             "flower/trackers.py": "RETRY_SECONDS",
             "flower/site_commands.py": "ROWS_LOOKED_AT",

@@ -130,7 +130,7 @@ def fit(
     """Fit a mixed model by lme4's formula; each group is a client, and its rows stay with it.
 
     Args:
-        data: A CSV file.
+        data: A CSV or Parquet file.
         formula: As in lme4: "y ~ x + (x | group)".
         family: gaussian, bernoulli, binomial or poisson.
         method: ML, or REML for gaussian models.
@@ -189,20 +189,19 @@ def version() -> None:
 
 @app.command
 def server() -> None:
-    """A federation's server, on Flower: init, admit, run, status, watch, certificate."""
+    """A federation's server, on Flower: init, admit, run, fit, status, watch, certificate."""
     _federated("server", ["--help"])
 
 
 @app.command
 def site() -> None:
-    """A site of a federation: enrol, join, ledger, predict, personalise."""
+    """A site of a federation: enrol, join, ledger, predict, effects, personalise."""
     _federated("site", ["--help"])
 
 
 def _federated(who: str, arguments: list[str]) -> None:
     """The commands of a server or a site, with their options."""
-    commands: SubcommandApp = getattr(import_module("fedpop.flower.commands"), who)
-    commands.cli(prog=f"fedpop {who}", args=arguments)
+    import_module("fedpop.flower.commands").run_command(who, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

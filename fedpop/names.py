@@ -1,5 +1,7 @@
 """All public names that are imported together, and that methods run on the simulator."""
 
+# ruff: noqa: F401
+
 from importlib import import_module
 from typing import Any
 
@@ -48,53 +50,3 @@ def run_on_simulator(*given: Any, **more: Any) -> Any:
 
 
 _Algorithm.runs_on = run_on_simulator
-
-__all__ = [
-    "APFL",
-    "DGLMC",
-    "FSGLD",
-    "L2GD",
-    "QLSD",
-    "SCAFFOLD",
-    "Client",
-    "Composition",
-    "CustomModel",
-    "Ditto",
-    "FedAvg",
-    "FedAvgFT",
-    "FedBABU",
-    "FedBE",
-    "FedDBE",
-    "FedPer",
-    "FedProx",
-    "FedRep",
-    "FedSOUK",
-    "FedSOUL",
-    "Federation",
-    "LGFedAvg",
-    "LocalOnly",
-    "LocalSGD",
-    "MaximumMarginalLikelihood",
-    "PFedFDA",
-    "PFedMe",
-    "PFedVEM",
-    "PerFedAvg",
-    "Population",
-    "Split",
-    "Table",
-    "aggregates",
-    "chains",
-    "compressors",
-    "evaluate",
-    "hold_out",
-    "kernels",
-    "layers",
-    "likelihoods",
-    "links",
-    "load",
-    "networks",
-    "participation",
-    "priors",
-    "privacy",
-    "steps",
-]

@@ -18,6 +18,7 @@ EXPERIMENTS: dict[str, str] = {
     "local steps.",
     "full-data": "All of CIFAR-10 and CIFAR-100 over 100 clients with some classes each: the main table.",
     "small-data": "CIFAR clients with 5, 10 or 25 images each: the paper's figure on small data.",
+    "leaderboard": "All methods on the same small clients, new clients included; yours joins with a file.",
     "calibration": "Reliability and calibration errors of the full-data runs, and of Bayesian rivals.",
     "ood": "Images of another kind: whether predictive entropy tells them from a client's own.",
     "new-clients": "Clients that took no part in training, with 0 to 100 labelled images of their own.",

@@ -29,6 +29,7 @@ def run(
     data_dir: DataDir = None,
     again: Annotated[bool, FlagCreatePairsOff] = False,
     processes: Annotated[int | None, arg(metavar="INT")] = None,
+    method: Annotated[Path | None, arg(metavar="PATH")] = None,
 ) -> None:
     """Run an experiment by its name.
 
@@ -41,11 +42,19 @@ def run(
         data_dir: Folder in which data are looked for first, for an experiment that needs them.
         again: Make anew what another version of fedpop made.
         processes: Worker processes; one per core by default.
+        method: A file with a method of your own, which joins the leaderboard.
     """
     if name not in EXPERIMENTS:
         raise SettingsError(f"there is no experiment {name!r}; there are\n{listed()}")
     experiment_named(name).run(
-        out=out, seeds=seeds, passes=passes, data=data_dir, processes=processes, only=only, again=again
+        out=out,
+        seeds=seeds,
+        passes=passes,
+        data=data_dir,
+        processes=processes,
+        only=only,
+        again=again,
+        method=method,
     )
 
 

@@ -46,6 +46,8 @@ class Asked:
     """The folder in which data are looked for first."""
     passes: int | None = None
     """A budget of backbone passes in place of the experiment's own."""
+    method: Path | None = None
+    """A file with methods of one's own, for a leaderboard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,7 @@ class Experiment(Report):
         seeds: int | None = None,
         data: Path | None = None,
         passes: int | None = None,
+        method: Path | None = None,
     ) -> Asked:
         """The words, checked, with this experiment's defaults."""
         if self.seeds is None and seeds is not None:
@@ -86,8 +89,12 @@ class Experiment(Report):
             raise SettingsError(f"{self.name} counts rounds, not backbone passes: leave out --passes")
         if passes is not None and passes < 1:
             raise SettingsError(f"--passes must be at least 1, not {passes}")
+        if method is not None and self.name != "leaderboard":
+            raise SettingsError(f"{self.name} has its own methods: --method is for leaderboard")
+        if method is not None and not method.is_file():
+            raise SettingsError(f"--method {method}: there is no such file")
         chosen = (self.seeds or 0) if seeds is None else seeds
-        return Asked(out or self.folder, chosen, data, passes)
+        return Asked(out or self.folder, chosen, data, passes, method)
 
     def run(
         self,
@@ -99,13 +106,14 @@ class Experiment(Report):
         processes: int | None = None,
         only: str = "",
         again: bool = False,
+        method: Path | None = None,
     ) -> Path:
         """Run the jobs that are missing, those whose label has ``only`` in it, and write the report.
 
         With ``again``, what another version of fedpop made is made anew.
         """
         require_report()
-        asked = self.asked(out, seeds, data, passes)
+        asked = self.asked(out, seeds, data, passes, method)
         many = workers(processes)
         jobs = self.jobs(asked)
         chosen = [replace(job, again=again) for job in jobs if only in job.label]

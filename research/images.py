@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from fedpop.comparison.budget import rounds_within
+from fedpop.comparison.run import checkpoints_every, taken_up
 from fedpop.comparison.terms import Entry, entry_from, in_line
 from fedpop.data.image_task import PictureTask
-from fedpop.errors import OtherSettingsError, TrainingError, warn_user
+from fedpop.errors import TrainingError
 from fedpop.evaluation.scores import Evaluation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Everyone, Uniform
@@ -176,15 +177,11 @@ def trained(
             participation=rule,
             out=out,
             resume=True,
+            checkpoint_every=checkpoints_every(rounds),
             progress=False,
         )
 
-    try:
-        return go_on()
-    except OtherSettingsError as error:  # a run that is in use, or a full disk, is another matter
-        warn_user(f"the run in {out} was left by other settings and is begun anew ({error})")
-        shutil.rmtree(out)
-        return go_on()
+    return taken_up(go_on, out)
 
 
 def scores_of(found: Evaluation) -> dict[str, float]:

@@ -187,7 +187,7 @@ class LocalSGD(Setting):
                 now = key.at(purpose=f"epoch-{epoch}")
                 for pick in self._order(every, one, now, way.shuffle)[0].split(self._size(one)):
                     rows = RowKeys(now, one.units.expand(len(pick)), pick) if way.dropout else None
-                    batch = map_inputs(lambda v, p=pick: v[p], own)
+                    batch = map_inputs(lambda v, p=pick: v.index_select(0, p), own)
                     g, value = way.at(now_at, aux[c], batch, one.y[pick], every[0, : len(pick)], rows)
                     total[c] += value * len(pick)
                     if self.momentum:

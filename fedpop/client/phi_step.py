@@ -2,7 +2,7 @@
 
 J is the gradient in phi of the clients' log-likelihood, averaged over draws of z. The average is linear, so
 it is one backward pass through the backbone whatever their number; and the server needs only the sum over
-clients, so one pass serves them all unless each must be looked at alone.
+clients, so one pass serves them all unless each is wanted by itself.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PhiStep(Setting):
 
 
 Block = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Positions in the cohort, log-likelihoods, J (or D) of each, and who of them is fit to be heard."""
+"""Positions in the cohort, log-likelihoods, J (or D) of each, and whose numbers may be sent."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ class PhiGradient:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One backward for all units: the server only ever needs the sum with these coefficients.
 
-        Who is fit to be heard, log-likelihoods, and that sum. ``evaluated`` is the likelihood at the draws,
-        of a linear head, where it is at hand.
+        Whose numbers may be sent, log-likelihoods, and that sum. ``evaluated`` is the likelihood at the
+        draws, of a linear head, where it is known already.
         """
         if self.moments is None and self.model.linear and isinstance(features, Tensor):
             return self._through_head(phi, features, cohort, keys, good, coefficients, evaluated)

@@ -275,7 +275,7 @@ class Sampler:
         return (Decision("form of I", *self._suited),) if form == "auto" else ()
 
     @staticmethod
-    def fit_to_be_heard(target: Target, done: Pass, scores: Tensor) -> Tensor:
+    def fit_to_send(target: Target, done: Pass, scores: Tensor) -> Tensor:
         """Units whose chains are where there is density, and whose scores are finite, ``[C]``."""
         # One number that is not finite makes a sum that is not: cheaper than to look at each.
         parts = [done.state.value, done.state.z.flatten(1), scores]
@@ -308,8 +308,9 @@ class Sampler:
 def chain_cost(
     cohort: Cohort, done: Pass, chains: int, batch: int | None, passes: float
 ) -> Callable[[Tensor, Tensor, Tensor | None], dict[str, float]]:
-    """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and who is fit to be heard, for
-    the units at ``rows`` (None: all of them); what was spent together is counted with the first of them."""
+    """The cost of a cohort's chains as a function of log-likelihoods ``[R]`` and whose numbers may be sent,
+    for the units at ``rows`` (None: all of them); what was spent together is counted with the first of
+    them."""
     examples = cohort.examples
     looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
     steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched

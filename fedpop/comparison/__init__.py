@@ -138,7 +138,7 @@ def compare(
         last: They are evaluated after each of so many last rounds as well, 10 by default.
         out: A folder for ``results.json``, ``results.md`` and ``report.html`` (which needs the extra
             "report"); None keeps nothing.
-        resume: Runs that are there already are not run again.
+        resume: Runs that are there already are not run again, and one that was interrupted goes on.
         processes: So many methods run side by side, 1 by default.
         progress: Show a bar; None shows it on a terminal only.
 
@@ -166,6 +166,7 @@ def compare(
             resume=resume,
             processes=0 if processes == 1 else processes,
             show=show,
+            keeps=out is not None,
         )
         if out is not None:
             REPORT.write(results)

@@ -91,7 +91,8 @@ def compare_demo(task: SyntheticTask, seed: int, folder: Path, rounds: int = DEM
     entries = [entry_from(table, "the demo") for table in COMPARED]
     terms = Terms(rounds=rounds, every=10)
     (folder / "results.json").unlink(missing_ok=True)
-    return Comparison.of(compare_all(source, entries, terms, [seed], folder, resume=False, processes=0))
+    results = compare_all(source, entries, terms, [seed], folder, resume=False, processes=0, keeps=False)
+    return Comparison.of(results)
 
 
 def keep(folder: Path, outcomes: Sequence[Outcome], data: Synthetic) -> Results:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedpop.checked import Whole
 from fedpop.comparison.budget import rounds_within
 from fedpop.comparison.runner import Job, run_jobs, tell
 from fedpop.comparison.terms import Entry, Source, Terms, check
-from fedpop.errors import CheckpointError, EstimateError
+from fedpop.errors import CheckpointError, EstimateError, OtherSettingsError, warn_user
 from fedpop.evaluation.scores import Evaluation
 from fedpop.evaluation.verdict import loss_trend
 from fedpop.federation.clients import Federation
@@ -31,12 +32,20 @@ from fedpop.run.watch import Watch
 NAME = "compare"
 EVALUATIONS_ON_THE_WAY = 20
 """Evaluations on the way, by default."""
+CHECKPOINTS_ON_THE_WAY = 20
+"""Checkpoints of a run that is kept while it lasts."""
 
 
 def fitted(
-    method: Algorithm, clients: Federation, terms: Terms, seed: int, callbacks: Sequence[Callback] = ()
+    method: Algorithm,
+    clients: Federation,
+    terms: Terms,
+    seed: int,
+    callbacks: Sequence[Callback] = (),
+    kept: Path | None = None,
 ) -> Population:
-    """A run of one method on the terms of all."""
+    """A run of one method on the terms of all; in the folder ``kept`` while it lasts, where one that was
+    interrupted is taken up in its midst."""
     rule = terms.rule(method)
     rounds = terms.rounds
     if rounds is None:
@@ -45,17 +54,40 @@ def fitted(
     for callback in callbacks:
         if isinstance(callback, Watch) and callback.every is None:
             callback.every = max(1, rounds // EVALUATIONS_ON_THE_WAY)
-    return method.fit(
-        clients,
-        rounds=rounds,
-        seed=seed,
-        participation=rule,
-        callbacks=callbacks,
-        progress=False,
-        precision=terms.precision,
-        privacy=terms.privacy,
-        secure=terms.secure,
-    )
+
+    def go_on() -> Population:
+        return method.fit(
+            clients,
+            rounds=rounds,
+            seed=seed,
+            participation=rule,
+            callbacks=callbacks,
+            progress=False,
+            precision=terms.precision,
+            privacy=terms.privacy,
+            secure=terms.secure,
+            out=kept,
+            resume=kept is not None,
+            checkpoint_every=checkpoints_every(rounds),
+        )
+
+    return go_on() if kept is None else taken_up(go_on, kept)
+
+
+def checkpoints_every(rounds: int) -> int:
+    """Rounds between checkpoints of a run of so many."""
+    return max(1, rounds // CHECKPOINTS_ON_THE_WAY)
+
+
+def taken_up(go_on: Callable[[], Population], kept: Path) -> Population:
+    """A run that goes on where it was left in its folder, and from its beginning where other settings left
+    that."""
+    try:
+        return go_on()
+    except OtherSettingsError as error:  # a run that is in use, or a full disk, is another matter
+        warn_user(f"the run in {kept} was left by other settings and is begun anew ({error})")
+        shutil.rmtree(kept)
+        return go_on()
 
 
 @dataclass
@@ -82,15 +114,17 @@ class Looks(Watch):
 
 
 def run_one(
-    source: Source, entry: Entry, terms: Terms, seed: int, setting: dict[str, Any], folder: str
+    source: Source, entry: Entry, terms: Terms, seed: int, setting: dict[str, Any], folder: str, keeps: bool
 ) -> list[Record]:
-    """The record of one method and seed, for a worker process; curves and clients go to a file beside it."""
+    """The record of one method and seed, for a worker process; curves and clients go to a file beside it.
+    With ``keeps`` the run is kept while it lasts."""
     started = time.perf_counter()
     subject = source.make(seed)
     method = entry.build(subject.model)
     chosen = "validation" in subject.clients.splits
     watch = Looks(every=terms.every, last=terms.last, after=1 + chosen + bool(subject.newcomers))
-    population = fitted(method, subject.clients, terms, seed, [watch])
+    kept = run_path(folder, entry.label, seed) if keeps else None
+    population = fitted(method, subject.clients, terms, seed, [watch], kept)
     trained = time.perf_counter()
     tell(0.0, "evaluating")
     final = evaluate(population, "test")
@@ -118,6 +152,8 @@ def run_one(
     rest = max(ended - started - spent - population.totals["seconds"], 0.0)
     cost = population.totals | {"rounds": population.rounds}
     cost |= {"evaluation_seconds": spent, "rest_seconds": rest}
+    if kept is not None:
+        shutil.rmtree(kept)
     return [record(NAME, setting, entry.label, seed, metrics, cost, config_of(method, terms))]
 
 
@@ -148,9 +184,18 @@ def _number(value: float) -> float | None:
 
 def details_path(folder: str | Path, label: str, seed: int) -> Path:
     """The file of a record's curves and clients."""
+    return Path(folder) / "details" / f"{_file_name(label, seed)}.json"
+
+
+def run_path(folder: str | Path, label: str, seed: int) -> Path:
+    """Where a run is kept while it lasts."""
+    return Path(folder) / "runs" / _file_name(label, seed)
+
+
+def _file_name(label: str, seed: int) -> str:
     plain = re.sub(r"[^A-Za-z0-9._]+", "-", label)
     digest = zlib.crc32(label.encode())  # two labels may look alike once they are plain
-    return Path(folder) / "details" / f"{plain}-{digest:08x}-seed{seed}.json"
+    return f"{plain}-{digest:08x}-seed{seed}"
 
 
 def config_of(method: Algorithm, terms: Terms) -> dict[str, Any]:
@@ -170,17 +215,21 @@ def compare_all(
     resume: bool,
     processes: int | None,
     show: bool = True,
+    keeps: bool = True,
 ) -> Results:
-    """Run what is missing; ``processes`` 0 is this one."""
+    """Run what is missing; ``processes`` 0 is this one. Runs are kept in the folder while they last, to be
+    gone on with, unless not ``keeps``."""
     first = source.make(seeds[0])
     check(first, entries, terms)
     setting = json.loads(json.dumps({"task": source.describe()} | terms.describe()))
     results = opened(folder, NAME, setting, resume)
     writable_folder(folder / "details")
+    if not resume:
+        shutil.rmtree(folder / "runs", ignore_errors=True)
     jobs = [
         Job(
             run_one,
-            (source, entry, terms, seed, setting, str(folder)),
+            (source, entry, terms, seed, setting, str(folder), keeps),
             f"{entry.label}, seed {seed}",
             setting,
             seed,
@@ -194,6 +243,8 @@ def compare_all(
     # Of methods whose settings changed nothing old stays, or a mean would be over both.
     results.records = [r for r in results.records if not any(job.overrules(r) for job in jobs)]
     run_jobs(jobs, results, processes, NAME, show)
+    if (folder / "runs").exists():
+        shutil.rmtree(folder / "runs")
     return results
 
 

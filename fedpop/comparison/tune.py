@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from rich.console import Console
 
 from fedpop.comparison.config import Config, changed, read_config, to_toml, with_entry, with_settings
-from fedpop.comparison.run import config_of, fitted, opened
+from fedpop.comparison.run import config_of, fitted, opened, run_path
 from fedpop.comparison.runner import Job, run_jobs, workers
 from fedpop.comparison.terms import Entry, Source, Subject, Terms, check_entry, in_line, seeds_of
 from fedpop.errors import DataError, FedpopError, SettingsError, warn_user
@@ -100,19 +101,24 @@ def without_test(subject: Subject) -> Subject:
     return Subject(Federation(subject.clients.names, kept, subject.clients.embedded), (), subject.model)
 
 
-def run_trial(source: Source, entry: Entry, terms: Terms, seed: int, setting: dict[str, Any]) -> list[Record]:
-    """The record of one trial and seed; a run that fails has no scores, and says why."""
+def run_trial(
+    source: Source, entry: Entry, terms: Terms, seed: int, setting: dict[str, Any], folder: str
+) -> list[Record]:
+    """The record of one trial and seed; a run that fails has no scores, and says why. A run is kept in the
+    folder while it lasts."""
     subject = without_test(source.make(seed))
     method = entry.build(subject.model)
     config = config_of(method, terms) | {"settings": dict(entry.settings)}
     metrics: dict[str, float | None] = {}
     cost: dict[str, float] = {}
+    kept = run_path(folder, f"{entry.label}-{setting['trial']}", seed)
     try:
-        population = fitted(method, subject.clients, terms, seed)
+        population = fitted(method, subject.clients, terms, seed, kept=kept)
         metrics = {f"validation_{n}": v for n, v in evaluate(population, "validation").summary().items()}
         cost = population.totals | {"rounds": population.rounds}
     except FedpopError as error:
         config["failed"] = str(error)
+    shutil.rmtree(kept, ignore_errors=True)
     return [record(NAME, setting, entry.label, seed, metrics, cost, config)]
 
 
@@ -182,7 +188,7 @@ def tune(config: Config, folder: Path, processes: int | None, show: bool = True)
             expected = json.loads(json.dumps(own | {"settings": dict(trial.settings)}))
             for seed in seeds:
                 label = f"{entry.label}, trial {t}, seed {seed}"
-                arguments = (config.task, trial, terms, seed, whole)
+                arguments = (config.task, trial, terms, seed, whole, str(folder))
                 jobs.append(Job(run_trial, arguments, label, whole, seed, (entry.label,), expected))
     run_jobs(jobs, results, processes, NAME, show)
     asked = {(j.methods[0], j.setting["trial"], j.seed) for j in jobs}

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import nn
 
-from fedpop.checked import Checked, Count, Factor, OneOf, Whole, require
+from fedpop.checked import Checked, Count, Factor, OneOf, Whole
 from fedpop.data.catalogue import DATASETS
 from fedpop.data.images import Images, ImageSet, open_images
 from fedpop.errors import SettingsError
@@ -86,7 +86,7 @@ class ImageTask(Checked, PictureTask):
     (5, 5, 25)
     """
 
-    images: str = "cifar10"
+    images: Annotated[str, OneOf(*NETWORKS)] = "cifar10"
     classes: Count = 5
     small: Whole = 50
     n_small: Count = 5
@@ -94,10 +94,6 @@ class ImageTask(Checked, PictureTask):
     n_large: Count = 25
     validation: Whole = 40
     test: Whole = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(Annotated[str, OneOf(*NETWORKS)], images=self.images)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -134,14 +130,10 @@ class FullImageTask(Checked, PictureTask):
     100
     """
 
-    images: str = "cifar10"
+    images: Annotated[str, OneOf(*NETWORKS)] = "cifar10"
     classes: Count = 5
     b: Count = 100
     validation: Factor = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(Annotated[str, OneOf(*NETWORKS)], images=self.images)
 
     def split(self, folder: str | Path | None, seed: int, new: int = 0) -> tuple[Federation, list[Client]]:
         """Clients, and the last ``new`` of the b, which are set aside."""

@@ -158,7 +158,7 @@ class NewcomerWidth(Question[Tensor]):
     ) -> Tensor:
         """The number of examples that were judged, and their log-probability for each factor, ``[C, 1 + F]``;
         all factors with the same random numbers."""
-        method, out = self._learned.judged(), [rest.sizes.double()]
+        method, out = self._learned.for_verdict(), [rest.sizes.double()]
         hierarchy, prior = self._learned.hierarchy, role_of(method, PopulationPrior)
         assert prior is not None
         gaussian = hierarchy.closed_form and hierarchy.prior.component is hierarchy.prior

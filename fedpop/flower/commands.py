@@ -22,6 +22,12 @@ OTHERS_MASK = 0o077
 """What other users may not do with the files of a server or a site: anything."""
 
 
+def run_command(who: str, arguments: list[str]) -> None:
+    """One of the server's or a site's commands; files that it makes are its user's alone."""
+    os.umask(OTHERS_MASK)
+    {"server": server, "site": site}[who].cli(prog=f"fedpop {who}", args=arguments)
+
+
 def _of(module: str) -> Any:
     """A module of this package, imported by the command that needs it: most need no torch."""
     return import_module(f"fedpop.flower.{module}")
@@ -69,7 +75,6 @@ def init(
         method: ML or REML.
         weights: A column, or an expression of columns.
     """
-    os.umask(OTHERS_MASK)
     about = _formula(formula, family, method, weights)
     _of("server_commands").init(folder, name, address, list(hosts), insecure, _say, about)
 
@@ -86,7 +91,6 @@ def admit(
         key: Its public key, node.pub.
         replace: End the key that it was admitted with before.
     """
-    os.umask(OTHERS_MASK)
     _of("admission").admit(folder, name, key, _say, replace)
 
 
@@ -98,7 +102,6 @@ def revoke(folder: Positional[Path], name: Positional[str]) -> None:
         folder: The federation's folder.
         name: What the site is called.
     """
-    os.umask(OTHERS_MASK)
     _of("admission").revoke(folder, name, _say)
 
 
@@ -124,7 +127,6 @@ def run(
         stock: Send the app, signed, to sites that run Flower's stock node.
         log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
-    os.umask(OTHERS_MASK)
     stop_on_signals()
     _ = _of("server_folder").ServerFolder(folder).settings  # nothing is made in a folder that is none
     with _of("logs").command_log(folder / "logs" / LOG, log_json) as say:
@@ -154,7 +156,6 @@ def fit(
         weights: A column, or an expression of columns.
         insecure: Neither TLS nor keys.
     """
-    os.umask(OTHERS_MASK)
     stop_on_signals()
     about = _formula(formula, family, method, weights) or {}
     with _of("logs").command_log(folder / "logs" / LOG, False) as say:
@@ -245,7 +246,6 @@ def enrol(
         ca: The federation's ca.crt.
         insecure: Neither TLS nor keys; for trials on one machine.
     """
-    os.umask(OTHERS_MASK)
     _of("site_commands").enrol(folder, name, server, data, ca, insecure, _say)
 
 
@@ -292,7 +292,6 @@ def join(
         stock: Flower's stock node, which runs the app that the server sends, if the federation signed it.
         log_json: Lines of the log, logs/fedpop.log, and of the terminal are JSON objects.
     """
-    os.umask(OTHERS_MASK)
     stop_on_signals()
     settings = _of("site_folder").read_site(folder)
     with (

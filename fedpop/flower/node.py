@@ -69,7 +69,7 @@ RUN_SECONDS = 60.0
 """Seconds after its last message for which a run is taken to be on."""
 HELD_SECONDS = 1.0
 """A question that took as long as this was held."""
-RECONNECT_SECONDS = (0.5, 20.0)
+RECONNECT_SECONDS = (0.5, 3.0)
 """Seconds before a server that was not there is tried again: the first time, and at most."""
 REFUSED_SECONDS = 10.0
 """Seconds before a site that was refused knocks again: it may have been admitted."""

@@ -489,7 +489,7 @@ class RemoteMembers(Members):
         asked |= more
         header = {
             "question": question.name,
-            "told": description,
+            "description": description,
             "key": [asking.key.round, asking.key.purpose],
             "models": describe(asking.models),
         }

@@ -247,7 +247,7 @@ class SiteExperiment:
         """Only this site's log says which groups are at another site, too."""
         names = dict(zip(self.federation.units.tolist(), self.federation.names, strict=True))
         each = ", ".join(repr(names[one]) for one in hashes)
-        log.error("%s: at another site, too, which makes two groups of each: %s", self.name, each)
+        log.error("%s: groups that are at another site, too: %s", self.name, each)
 
     def _require_module(self, study: Mapping[str, Any]) -> None:
         """A server names no code that the site's own settings do not."""
@@ -275,26 +275,33 @@ class SiteExperiment:
     def unit_data(self) -> UnitData:
         """This site's data as the study has them."""
         data = self.study.read(self.site.data)
-        if isinstance(self.study, FormulaStudy) and self.study.design is not None:
+        if isinstance(self.study, FormulaStudy):
             self._check_design(self.study, data)
         return self.study.unit_data(data)
 
     def _check_design(self, study: FormulaStudy, rows: Rows) -> None:
         """What a design would show of few rows is not answered, alone or beside those answered before, which
         are at this site. A design that was checked is stored before anything made of it leaves."""
+        if study.design is None:
+            self.site.small_counts.check_scaled(study, rows, self._answered())
+            return
         found, file = design_columns(study, rows).tensors(), self.folder / COLUMNS
         if file.exists():
             stored = read_tensors(file)
             if stored.keys() == found.keys() and all(torch.equal(stored[n], v) for n, v in found.items()):
                 return
+        self.site.small_counts.check(study, rows, self._answered())
+        write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
+        write_tensors(file, found)
+        log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
+
+    def _answered(self) -> dict[str, DesignColumns]:
+        """Designs that this site has answered, by their formulas."""
         earlier = dict[str, DesignColumns]()
         for other in sorted(self.folder.parent.glob(f"*/{COLUMNS}")):
             description = read_sealed(other.with_name(FORMULA), "an answered formula")
             earlier[str(description["formula"])] = DesignColumns.read(read_tensors(other))
-        self.site.small_counts.check(study, rows, earlier)
-        write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
-        write_tensors(file, found)
-        log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
+        return earlier
 
     @property
     def federation(self) -> Federation:
@@ -404,7 +411,7 @@ class SiteExperiment:
     def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
-        question = self._untelling(_question(header["told"], request.tensors, self.study))
+        question = self._untelling(_question(header["description"], request.tensors, self.study))
         self.site.allowed.require_question(question)
         self._require_rows(question)
         state = self.stored_state(last_counted)

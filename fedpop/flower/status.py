@@ -10,7 +10,6 @@ from typing import Any
 
 from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, read_bytes, read_json
-from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.present import PRESENT, read_present
 from fedpop.flower.processes import is_locked
 from fedpop.flower.server_folder import AFTERWARDS, OUTCOME, PRINTED, ServerFolder
@@ -97,7 +96,7 @@ def standing(folder: ServerFolder, lines: Sequence[dict[str, Any]] | None = None
         "verdict": None if verdict is None else str(verdict["words"]),
         "converged": None if verdict is None else verdict["converged"],
         "afterwards": _afterwards(folder.run / AFTERWARDS),
-        "formula": _plain(folder.run / FEDERATION).get("formula"),
+        "formula": settings.get("model", {}).get("formula"),
         "fit": (folder.run / PRINTED).read_text() if (folder.run / PRINTED).exists() else None,
         "warnings": [str(words) for words in outcome.get("warnings", [])],
     }

@@ -125,7 +125,7 @@ class Pass:
     batched: int = 0
     """How many of these used a mini-batch only."""
     likelihood_grads: Tensor | None = None
-    """The likelihood's part of ``grads``, where it is at hand."""
+    """The likelihood's part of ``grads``, where it is known."""
     evaluated: Evaluated | None = None
     """And what it was made of, of linear heads."""
     exact: bool = False

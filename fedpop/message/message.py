@@ -87,7 +87,7 @@ class Message:
     checked: bool = False
     """Rows that are not finite have been taken out (by this process)."""
     norms: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the guard looked at, ``[2, S]`` for each vector: norms per example, and as they are."""
+    """Norms that the guard has computed, ``[2, S]`` for each vector: norms per example, and as they are."""
     withheld: Tensor | None = None
     """Sites that withheld their message, ``[S]``: it was out of all proportion."""
     header: Mapping[str, Any] = field(default_factory=dict)

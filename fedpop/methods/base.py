@@ -90,7 +90,8 @@ class Facts:
         return self.rounds if self.opening is None else self.opening
 
     @property
-    def heard(self) -> float:
+    def expected(self) -> float:
+        """How many of them a round has on average."""
         return float(self.clients) if self.active is None else self.active
 
 
@@ -176,6 +177,8 @@ class Algorithm(Setting, ABC):
     """Local state that must never be in a message."""
     uncertainty: ClassVar[bool] = False
     """Predictions integrate over parameters; otherwise intervals hold noise only, and say so."""
+    of_classes: ClassVar[bool] = False
+    """Targets have to be classes."""
     participation: ClassVar[str] = "any"
     """Who may take part in a round: ``any``, ``full`` (everyone, always) or ``one`` (a relay)."""
     guarded: ClassVar[tuple[str, ...]] = ()
@@ -490,7 +493,7 @@ class Remembers:
         return self.remembers
 
     def after_send(self, local: Tensors, seen: Tensors) -> Tensors:
-        """States of units that were heard, given what the server saw."""
+        """States of units whose messages were received, given what the server saw."""
         return local
 
 
@@ -567,11 +570,11 @@ class PopulationPrior(ABC):
         """This method for a restart from a random point."""
 
     @abstractmethod
-    def looked_at(self) -> Algorithm:
+    def for_evaluation(self) -> Algorithm:
         """This method for a look between rounds, where a full final pass would cost more than it shows."""
 
     @abstractmethod
-    def judged(self) -> Algorithm:
+    def for_verdict(self) -> Algorithm:
         """This method for a verdict on theta between rounds, whose draws need not serve predictions."""
 
     @abstractmethod

@@ -187,22 +187,22 @@ class FedDBE(Paced, WholeModel):
                     f = self.model.features(phi, cohort)
                 loss, now = self.shift_loss(phi, z), key.at(purpose="newcomer")
                 t = self.newcomer.run(loss, t, t[:, :0], f, cohort, now, dropout=False).w
-        return {"z": z.expand(len(cohort), -1), "t": t}
+        return {"t": t}
 
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
         phi = published["phi"]
         with torch.no_grad():
             f = self.shifted(self.model.embed(phi, x), personal["t"][0])
-            eta = self.model.head_outputs(phi, personal["z"], f)
+            eta = self.model.head_outputs(phi, published["z"].unsqueeze(0), f)
         return Predictive(eta, self.model.likelihood, self.model.params(phi), key, plug_in=True)
 
     def score(
         self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
     ) -> tuple[Tensor, Tensor]:
-        phi, own = published["phi"], self.personalise(published, cohort, local, key)
-        out = []
+        phi, t = published["phi"], self.personalise(published, cohort, local, key)["t"]
+        heads, out = published["z"].expand(len(cohort), 1, -1), []
         with torch.no_grad():
             features = self.model.features(phi, held_out)
-            for c, (z, f, y) in enumerate(unit_by_unit(own["z"].unsqueeze(1), features, held_out)):
-                out.append(self.model.log_prob(phi, z, self.shifted(f, own["t"][c]), y)[0].sum())
+            for c, (z, f, y) in enumerate(unit_by_unit(heads, features, held_out)):
+                out.append(self.model.log_prob(phi, z, self.shifted(f, t[c]), y)[0].sum())
         return torch.stack(out).double(), held_out.sizes.double()

@@ -267,7 +267,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         done = self.sampler.run(target, local, cohort, steps, key, broadcast.get("states"))
         draws = done.draws.flatten(1, 2)
         vectors = {"I": self.sampler.scores(target, done, draws, self.on_beta.form)}
-        good = self.sampler.fit_to_be_heard(target, done, vectors["I"])
+        good = self.sampler.fit_to_send(target, done, vectors["I"])
         curvature = target.likelihood_curvature()
         if curvature is not None and self.on_beta.wants_curvature(self.hierarchy):
             vectors["curvature"] = curvature
@@ -308,12 +308,12 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
         if "inverse" in server:
             theta, slope = torch.cat((phi, beta)), torch.cat((j, prior.gradient(beta, i)))
-            crowd = facts.clients / facts.heard
+            crowd = facts.clients / facts.expected
             theta = scoring.step(theta, slope, server["inverse"], k - facts.start, crowd)
             new_phi, new_beta = theta[: len(phi)], theta[len(phi) :]
         else:
             curvature = float(total.estimate("curvature", beta.new_zeros(()))) / facts.clients
-            turn = Turn(k, stage, facts.clients, facts.heard, curvature)
+            turn = Turn(k, stage, facts.clients, facts.expected, curvature)
             new_beta, beta_state = self.on_beta.move(self.hierarchy, beta, i, beta_state, turn)
             new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
         new_phi = into_ball(new_phi, float(server["ball"]))

@@ -65,10 +65,10 @@ class Hierarchical(Algorithm, PopulationPrior, Asks):
         final = self.final.chains * self.final.each(self.model.z_layout.size)
         return Footprint(compressed=self.model.phi_layout.size, final_draws=final)
 
-    def looked_at(self) -> Self:
+    def for_evaluation(self) -> Self:
         return replace(self, final=SHORT)
 
-    def judged(self) -> Self:
+    def for_verdict(self) -> Self:
         return replace(self, final=JUDGING)
 
     # --- where theta starts ------------------------------------------------------------------

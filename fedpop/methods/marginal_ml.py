@@ -49,7 +49,7 @@ LARGEST_THETA_WITH_HESSIANS = 100
 """Parameters up to which each stage asks for the Hessian: a third of the rounds, for as many bytes."""
 ANNEALING_STAGES = 5
 """Variances of the noise that are gone through before its own, from half the variance of y, geometrically."""
-KEPT = ("unit", "sets", "ball", "missing", "heard", "noises")
+KEPT = ("unit", "sets", "ball", "missing", "received", "noises")
 """What the server keeps from trial to trial, beside the search itself."""
 
 
@@ -212,17 +212,17 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         """The next trial of the search."""
         state = SearchState.of(unprefixed("search.", server))
-        heard = int(server.get("heard", torch.tensor(total.count)))
+        received = int(server.get("received", torch.tensor(total.count)))
         if not total.count:
             return server
-        if total.count < heard and not int(server["missing"]):
+        if total.count < received and not int(server["missing"]):
             # A message may have been lost: ask again, once, before the point counts as outside.
             return server | {"missing": torch.ones_like(server["missing"])}
         theta, hyper, prior = state.trial, self.hyperprior, self.hierarchy.prior
         size = self.model.phi_layout.size
         phi, beta = theta[:size], theta[size:]
         value = float(total.plain_sum("evidence", theta.new_zeros(1))) + hyper.value(prior, phi, beta)
-        f = -value if total.count >= heard else float("inf")
+        f = -value if total.count >= received else float("inf")
         slope = total.plain_sum("gradient", theta)
         slope = slope + torch.cat((hyper.phi_grad(phi), hyper.beta_grad(prior, beta)))
         inside = partial(self._project, server)
@@ -245,7 +245,10 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         if len(noises) and (state.over or state.wants_curvature):  # this stage is done
             state = begun_again(state, curved=len(theta) <= LARGEST_THETA_WITH_HESSIANS)
             server = server | {"noises": noises[1:]}
-        server = server | {"missing": torch.zeros_like(server["missing"]), "heard": theta.new_tensor(heard)}
+        server = server | {
+            "missing": torch.zeros_like(server["missing"]),
+            "received": theta.new_tensor(received),
+        }
         return self._asking(server, state.moved(inside(state.x), inside(state.trial)))
 
     def _project(self, server: Tensors, theta: Tensor) -> Tensor:

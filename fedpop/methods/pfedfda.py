@@ -149,6 +149,7 @@ class PFedFDA(Paced, WholeModel):
     ridge: Positive = 1.0
 
     name: ClassVar[str] = "pFedFDA"
+    of_classes: ClassVar[bool] = True
     about: ClassVar[About] = About("Mclaughlin and Su, NeurIPS 2024", personalised=True)
     guarded: ClassVar[tuple[str, ...]] = ("dphi",)
     compressed: ClassVar[tuple[str, ...]] = ("dphi",)

@@ -89,7 +89,7 @@ class PFedVEM(Paced, WholeModel):
         "Zhu et al., CVPR 2023",
         personalised=True,
         bounds=False,
-        memory="2 d + d_phi",
+        memory="M d + d_phi",
         instance="mean-field posterior, a scale for each client",
     )
     private: ClassVar[tuple[str, ...]] = ("a",)

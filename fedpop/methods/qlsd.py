@@ -14,7 +14,8 @@
 
 U_i has no prior: the server adds the gradient lambda w of a Gaussian one. At a fixed step the law is biased
 by order gamma, and so is the noise of compression; with memory the latter vanishes as the chain settles. What
-is remembered is what the server saw, by those it heard only: eta stays the sum of all eta_i whoever is lost.
+is remembered is what the server saw, of those whose messages it received: eta stays the sum of all eta_i
+whoever is lost.
 
 The published QLSD* has w* at the posterior's mode, where the full gradient is zero and nothing need be
 added; ours takes the model as it was given for w*, right for any w* and quiet near the mode (fit the model
@@ -201,7 +202,7 @@ class QLSD(PosteriorSamples, Asks, Remembers):
         return local | {"memory": local["memory"] + local["alpha"].unsqueeze(1) * seen["U"]}
 
     def _anchored(self, local: Tensors, broadcast: Tensors, cohort: Cohort, key: Key) -> tuple[Tensors, int]:
-        """Local states with grad U_i(zeta) of the present zeta, and examples looked at for it."""
+        """Local states with grad U_i(zeta) of the present zeta, and how many examples it took."""
         stale = (local["version"] != broadcast["version"]).nonzero().squeeze(1)
         if not len(stale):
             return local, 0

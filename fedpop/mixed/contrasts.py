@@ -378,7 +378,9 @@ def marginal_means(
 
 def _mean(fit: MixedFit, column: str) -> float:
     """Of a column of numbers over all rows, where the model has it as it is."""
-    names = fit.design.fixed_names
+    names, moments = fit.design.fixed_names, fit.design.moments
+    if column not in names and column in moments:
+        return moments[column].mean
     if column not in names:
         raise SettingsError(
             f"say at which {column!r} means are wanted, at={{{column!r}: ...}}: its mean is not "

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedpop.errors import DataError, SettingsError
+from fedpop.mixed.bases import Basis, BasisCall
 from fedpop.mixed.formula import (
     LOGICALS,
     WHOLE,
@@ -43,6 +44,8 @@ class Wanted:
 
     categorical: tuple[str, ...]
     scaled: tuple[FormulaPart, ...]
+    bases: tuple[BasisCall, ...] = ()
+    """``poly()`` and ``ns()``, by their texts."""
 
     @classmethod
     def of(cls, formula: Formula, named: Collection[str]) -> Wanted:
@@ -57,15 +60,23 @@ class Wanted:
                 categorical.append(column)
         for part in formula.parts:
             scaled += [FormulaPart(text, inner) for text, inner in scaled_parts(part.tokens).items()]
-        return cls(tuple(dict.fromkeys(categorical)), tuple(dict.fromkeys(scaled)))
+        bases = [call for part in formula.parts if (call := BasisCall.of(part)) is not None]
+        for call in bases:
+            if scaled_parts(call.inner.tokens):
+                raise SettingsError(f"{call.text}: {call.kind}() scales by itself; leave scale() out")
+            scaled += [call.inner] if call.by_moments else []
+        named_bases = {call.text: call for call in bases}
+        once = tuple(dict.fromkeys(scaled))
+        return cls(tuple(dict.fromkeys(categorical)), once, tuple(named_bases.values()))
 
     def schema(self, minimum: int, many: bool = False) -> Schema:
-        return Schema(tuple(_scale(p.text) for p in self.scaled), self.categorical, minimum, many)
+        return Schema(tuple(scale_name(p.text) for p in self.scaled), self.categorical, minimum, many)
 
     def table(self, rows: Rows) -> dict[str, Any]:
         """The columns that a site summarises."""
         categories = {n: as_categories(rows.columns[n]) for n in self.categorical}
-        return {_scale(p.text): _finite(p, rows) for p in self.scaled} | categories
+        wanted = [*self.scaled, *[call.inner for call in self.bases if call.needs]]
+        return {scale_name(p.text): _finite(p, rows) for p in wanted} | categories
 
 
 def _finite(part: FormulaPart, rows: Rows, moments: Mapping[str, Moments] | None = None) -> np.ndarray:
@@ -80,7 +91,7 @@ def _finite(part: FormulaPart, rows: Rows, moments: Mapping[str, Moments] | None
     return values
 
 
-def _scale(column: str) -> str:
+def scale_name(column: str) -> str:
     """Under which name moments of a column are asked for: it may have categories as well."""
     return f"scale({column})"
 
@@ -100,6 +111,8 @@ class Design:
     text."""
     ordered: tuple[str, ...] = ()
     """Factors that the tables say are ordered from low to high."""
+    bases: Mapping[str, Basis] = field(default_factory=dict)
+    """Polynomials and splines, by the texts of their calls."""
     dropped: tuple[str, ...] = ()
     """Fixed effects that are combinations of others, and are left out."""
 
@@ -269,7 +282,8 @@ class Design:
     def piece_names(self, part: FormulaPart, full: bool) -> list[str]:
         """What a part's columns are called."""
         if self.part_levels(part) is None:
-            return [part.text]
+            call = BasisCall.of(part)
+            return [part.text] if call is None else call.names
         return [f"{part.text}{name}" for name in self.coding(part, full)[0]]
 
     def _coded(self, terms: FormulaTerms) -> list[list[bool]]:
@@ -343,7 +357,10 @@ class Design:
     def _piece(self, part: FormulaPart, full: bool, rows: Rows) -> list[np.ndarray]:
         levels = self.part_levels(part)
         if levels is None:
-            return [self.numbers(part, rows)]
+            call = BasisCall.of(part)
+            if call is None:
+                return [self.numbers(part, rows)]
+            return list(self.bases[part.text].columns(self.numbers(call.inner, rows)).T)
         column = self.level_column(part)
         if column is None:
             codes = self.numbers(part, rows).astype(np.int64)

@@ -15,8 +15,8 @@ import torch
 
 from fedpop.federation.table_format import MINIMUM
 from fedpop.message import Tensors
-from fedpop.mixed.design import INTERCEPT, Design
-from fedpop.mixed.formula import FormulaTerms
+from fedpop.mixed.design import INTERCEPT, Design, Wanted, evaluated
+from fedpop.mixed.formula import FormulaTerms, columns_of
 from fedpop.mixed.response import response_of
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows, as_categories
@@ -92,6 +92,25 @@ class SmallCounts:
         for formula, before in earlier.items():
             self._require_alike(found, before, formula)
         return found
+
+    def check_scaled(self, study: FormulaStudy, rows: Rows, earlier: Mapping[str, DesignColumns]) -> None:
+        """Of expressions inside ``scale()`` moments are asked for before there is a design: a refusal where
+        these, or squares in them, would show few rows."""
+        scaled = Wanted.of(study.formula, ()).scaled
+        if self.minimum <= 1 or not scaled:
+            return
+        self._require_rows(study, rows)
+        found = {p.text: np.asarray(evaluated(p, rows.columns, {}), dtype=np.float64) for p in scaled}
+        for name, values in found.items():
+            if self._few(values):
+                raise self._refusal(f"the column 'scale({name})'", "sets")
+        named = {c: rows.columns[c] for p in scaled for c in columns_of(p.tokens)}
+        bare = {c: v.to_numpy(np.float64) for c, v in named.items() if not hasattr(v, "cat")}
+        columns = {INTERCEPT: np.ones(len(rows))} | bare | found
+        if self._combined(np.stack(list(columns.values()), axis=1)):
+            raise self._refusal("a combination of the columns inside scale()", "sets")
+        for formula, before in earlier.items():
+            self._require_alike(DesignColumns(found, rows.numbers), before, formula)
 
     def _refusal(self, what: str, verb: str) -> Refusal:
         words = f"{what} {verb} fewer than {self.minimum} rows apart from the rest"

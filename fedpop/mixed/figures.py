@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from scipy import special
 
 from fedpop.errors import SettingsError
 from fedpop.mixed.table import pandas
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
     from fedpop.mixed.fit import MixedFit
 
-KINDS = ("effects", "lines", "trace")
+KINDS = ("effects", "lines", "trace", "residuals")
 MOST_GROUPS_SHOWN = 60
 """Groups whose names are written, and whose lines are drawn."""
+MOST_SLICES, ROWS_OF_A_SLICE = 20, 10
+"""Means of residuals that are drawn along fitted values, and rows that each of them has at least, about."""
 BLUE = METHODS["FedSOUL"][0]
 GREY = METHODS["FedAvg"][0]
 
@@ -30,7 +33,9 @@ def drawn(fit: MixedFit, kind: str, level: float = 0.9) -> Figure:
     if kind not in KINDS:
         raise SettingsError(f"kind is one of {', '.join(KINDS)}, not {kind!r}")
     with styled():
-        return _effects(fit, level) if kind == "effects" else {"lines": _lines, "trace": _trace}[kind](fit)
+        if kind == "effects":
+            return _effects(fit, level)
+        return {"lines": _lines, "trace": _trace, "residuals": _residuals}[kind](fit)
 
 
 def _effects(fit: MixedFit, level: float) -> Figure:
@@ -98,6 +103,26 @@ def _lines(fit: MixedFit) -> Figure:
     axes.set_xlabel(column)
     axes.set_ylabel(fit.response)
     axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _residuals(fit: MixedFit) -> Figure:
+    """Residuals along fitted values with the means of slices of them, and their quantiles beside a normal
+    law's; Pearson's, whose spread is the same everywhere where the family is right."""
+    fitted, left = fit.fitted().to_numpy(), fit.residuals("pearson").to_numpy()
+    figure = new_figure(6.2, 2.9)
+    beside, ranked = figure.subplots(1, 2)
+    beside.plot(fitted, left, ".", color=GREY, markersize=2)
+    order = np.argsort(fitted)
+    slices = np.array_split(order, max(2, min(MOST_SLICES, len(order) // ROWS_OF_A_SLICE)))
+    beside.plot([fitted[s].mean() for s in slices], [left[s].mean() for s in slices], color=BLUE)
+    beside.axhline(0, color="#000000", linewidth=0.8)
+    beside.set_xlabel("fitted")
+    beside.set_ylabel("Pearson residual")
+    normal = special.ndtri((np.arange(len(left)) + 0.5) / len(left))
+    ranked.plot(normal, np.sort(left), ".", color=BLUE, markersize=2)
+    ranked.axline((0, float(left.mean())), slope=float(left.std()), color=GREY, linewidth=0.8)
+    ranked.set_xlabel("normal quantile")
     return figure
 
 

@@ -220,7 +220,7 @@ class MixedFit:
         rows = torch.eye(len(self.coefficients), dtype=torch.float64)
         return {n: self.laws.degrees(row) for n, row in zip(self.coefficients, rows, strict=True)}
 
-    def confint(self, level: float = 0.95) -> Any:
+    def confint(self, level: float = 0.95, method: str = "wald") -> Any:
         """Intervals of all parameters as a data frame, under the names that lme4 gives them, as
         ``sd_(Intercept)|Subject``.
 
@@ -232,8 +232,11 @@ class MixedFit:
 
         Args:
             level: The probability that they hold, 0.95 by default.
+            method: "wald" (the default), or "profile": all end where the profile of the likelihood has
+                fallen far enough, as R's ``confint`` has them, or at zero or one. It is for fits by maximum
+                likelihood, and each end takes some twenty rounds of questions to everyone.
         """
-        return intervals(self, level)
+        return intervals(self, level, method)
 
     def test(self, hypothesis: str | Sequence[str], degrees: str | None = None) -> contrasts.Hypothesis:
         """The test of a linear hypothesis about fixed effects, or of several at once.
@@ -501,6 +504,7 @@ class MixedFit:
             "dispersion": self.dispersion,
             "log_likelihood": self.log_likelihood,
             "modes": modes,
+            "knots": {n: b.words for n, b in self.design.bases.items() if b.kind == "ns"},
             "rounds": self.rounds,
             "seconds": self.seconds,
         }
@@ -730,8 +734,8 @@ class MixedFit:
         """A figure of the fit.
 
         Args:
-            kind: ``"effects"`` (the default, a caterpillar), ``"lines"`` (fitted lines by group) or
-                ``"trace"``.
+            kind: ``"effects"`` (the default, a caterpillar), ``"lines"`` (fitted lines by group),
+                ``"trace"``, or ``"residuals"`` (along fitted values, and by quantiles), where the rows are.
             level: Of the caterpillar's intervals, 0.9 by default.
         """
         return figures.drawn(self, kind, level)

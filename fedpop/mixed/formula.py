@@ -30,7 +30,9 @@ COMPARED = ("<", ">", "<=", ">=", "==", "!=", "&", "|", "!")
 LOGICALS = ("TRUE", "FALSE")
 WHOLE = ("scale", "center")
 """Calls that need a column's mean and standard deviation: those of the federation."""
-OF_ALL_ROWS = ("poly", "bs", "ns", "cut", "rank", "quantile")
+BASES = ("poly", "ns")
+"""Calls that make several columns, by sums over all rows."""
+OF_ALL_ROWS = ("bs", "cut", "rank", "quantile")
 
 Tokens = tuple[str, ...]
 
@@ -418,7 +420,9 @@ def _expanded(tokens: Tokens) -> FormulaTerms:
 
 
 def _check_call(tokens: Tokens) -> None:
-    for call in calls_in(tokens):
+    for at, call in enumerate(calls_in(tokens)):
+        if call in BASES and at:
+            raise SettingsError(f"{shown(tokens)}: {call}() makes several columns, and is a term of its own")
         if call in OF_ALL_ROWS:
             raise SettingsError(
                 f"{shown(tokens)}: {call}() needs all rows in one place, and they are not; make its columns "

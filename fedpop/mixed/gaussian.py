@@ -383,7 +383,7 @@ class GaussianEngine(Engine):
                 return answer
         known = {"factor": factor, "curved": torch.tensor(curved), "whole": torch.tensor(whole)}
         answer = self.groups.ask(Profile(self.units), known, among)
-        if among is None:
+        if among is None and not whole:
             self.answered[place] = answer
         return answer
 

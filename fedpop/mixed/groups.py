@@ -13,9 +13,21 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
+from fedpop.mixed.bases import (
+    KNOT_BINS,
+    Basis,
+    BinCounts,
+    PowerSums,
+    bins_of,
+    grid_of,
+    polynomial,
+    powers_of,
+    spline,
+    without_sums,
+)
 from fedpop.mixed.common_key import compared_names
 from fedpop.mixed.coordinates import Coordinates, columns, everyone
-from fedpop.mixed.design import INTERCEPT, Design, Wanted
+from fedpop.mixed.design import INTERCEPT, Design, Wanted, scale_name
 from fedpop.mixed.families import Family
 from fedpop.mixed.formula import Formula
 from fedpop.mixed.nesting import Tree
@@ -122,6 +134,8 @@ def agreed(
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)
     design = Design.agreed(formula, summary, levels, minimum, contrasts, members.federation is None)
+    if wanted.bases:
+        design = replace(design, bases=_bases(groups, wanted, design, minimum, many))
     response = groups.study.response
     if members.federation is None and binomial and response in kinds.named:
         # However few rows an outcome has: sums of the response tell as much.
@@ -133,6 +147,42 @@ def agreed(
     if members.federation is None:
         groups.compared = compared_names(members, formula.group)
     return design
+
+
+def _bases(groups: Groups, wanted: Wanted, design: Design, minimum: int, many: bool) -> Mapping[str, Basis]:
+    """Polynomials and splines of the formula, by at most two further questions."""
+    members, moments, found = groups.members, design.moments, dict[str, Basis]()
+    for call in wanted.bases:
+        if not call.needs:
+            here = call.exact and members.federation is not None
+            found[call.text] = without_sums(call, design.numbers(call.inner, groups.rows) if here else None)
+    polys = [call for call in wanted.bases if call.needs and call.kind == "poly"]
+    splines = [call for call in wanted.bases if call.needs and call.kind == "ns"]
+    if polys:
+        degrees = dict[str, int]()
+        for call in polys:
+            degrees[call.inner.text] = max(call.count, degrees.get(call.inner.text, 0))
+        known = {
+            name: torch.tensor([getattr(moments[c], name) for c in degrees], dtype=torch.float64)
+            for name in ("mean", "sd")
+        }
+        columns = tuple(map(scale_name, degrees))
+        sums = members.asks(PowerSums(columns, tuple(degrees.values()), minimum, many), known)
+        for call in polys:
+            of = sums[powers_of(scale_name(call.inner.text))]
+            found[call.text] = polynomial(call, moments[call.inner.text], of)
+    if splines:
+        ends = {call.text: grid_of(call, moments) for call in splines}
+        grids = dict.fromkeys((call.inner.text, ends[call.text]) for call in splines)
+        if len({column for column, _ in grids}) < len(grids):
+            raise SettingsError("ns() of one column is wanted on two grids: give both the same range")
+        low, high = (torch.tensor([e[i] for _, e in grids], dtype=torch.float64) for i in (0, 1))
+        columns = tuple(scale_name(column) for column, _ in grids)
+        counts = members.asks(BinCounts(columns, KNOT_BINS, minimum, many), {"low": low, "high": high})
+        for call in splines:
+            of = counts[bins_of(scale_name(call.inner.text))]
+            found[call.text] = spline(call, ends[call.text], of, minimum)
+    return found
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.mixed.engine import SINGULAR_FACTOR
+from fedpop.mixed.profile import profile_intervals
 from fedpop.mixed.table import pandas
 
 if TYPE_CHECKING:
@@ -63,13 +64,21 @@ def f_tail(statistic: float, numerator: int, denominator: float) -> float:
     return float(special.fdtrc(numerator, denominator, statistic))
 
 
-def intervals(fit: MixedFit, level: float) -> Any:
+METHODS = ("wald", "profile")
+
+
+def intervals(fit: MixedFit, level: float, method: str = "wald") -> Any:
     """Parameters of the random effects, the residual's, fixed effects; in lme4's order."""
-    rows = _spreads(fit, normal_quantile(level))
+    if method not in METHODS:
+        raise SettingsError(f"method is one of {', '.join(METHODS)}, not {method!r}")
+    z, named = normal_quantile(level), {"orient": "index", "columns": ["lower", "upper"]}
+    if method == "profile":
+        return pandas().DataFrame.from_dict(profile_intervals(fit, z), **named)
+    rows = _spreads(fit, z)
     for name, value in fit.coefficients.items():
         wide = t_quantile(level, fit.degrees[name]) * fit.standard_errors[name]
         rows[name] = (value - wide, value + wide)
-    return pandas().DataFrame.from_dict(rows, orient="index", columns=["lower", "upper"])
+    return pandas().DataFrame.from_dict(rows, **named)
 
 
 def _spreads(fit: MixedFit, z: float) -> dict[str, tuple[float, float]]:

@@ -144,7 +144,7 @@ def check_columns(categorical: tuple[str, ...], scaled: tuple[str, ...], given: 
             )
     if scaled:
         raise PrivacyError(
-            f"{scaled[0]} is scaled by moments of the data, which no budget covers: use constants, as in "
+            f"{scaled[0]} is made by moments of the data, or by their places, which no budget covers: use constants, as in "
             "I((x - 40) / 10)"
         )
 
@@ -257,7 +257,7 @@ class Rounds:
     def __init__(self, engine: Engine, given: PrivateTerms, rule: object, settings: Gaussian) -> None:
         self.engine, self.given, self.rule = engine, given, rule
         self.sigma = {name: given.sigma / math.sqrt(share) for name, share in SHARES.items()}
-        self.q = given.heard / given.units
+        self.q = given.expected / given.units
         seed = settings.insecure_seed
         self.key = Key(int.from_bytes(os.urandom(7), "little") if seed is None else seed, purpose="scoring")
         self.seeded, self.done = seed is not None, 0

@@ -24,6 +24,7 @@ from fedpop.federation.reading import require_separator
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
+from fedpop.mixed.bases import Basis
 from fedpop.mixed.common_key import NO_KEY, CommonKey
 from fedpop.mixed.coordinates import Coordinates, everyone
 from fedpop.mixed.design import Design, Wanted
@@ -110,6 +111,7 @@ class FormulaStudy(Study):
                 "moments": moments,
                 "outcomes": list(self.design.outcomes),
                 "contrasts": dict(self.design.contrasts),
+                "bases": {n: basis.plain() for n, basis in self.design.bases.items()},
             }
         tensors: Tensors = {}
         if self.drawing is not None:
@@ -129,7 +131,9 @@ class FormulaStudy(Study):
             moments = {n: Moments(*numbers) for n, numbers in description["design"]["moments"].items()}
             outcomes = tuple(description["design"]["outcomes"])
             contrasts = description["design"]["contrasts"]
-            study = replace(study, design=Design(study.formula, levels, moments, outcomes, contrasts))
+            bases = {n: Basis.from_plain(p) for n, p in description["design"]["bases"].items()}
+            design = Design(study.formula, levels, moments, outcomes, contrasts, bases=bases)
+            study = replace(study, design=design)
         if "drawing" in description:
             study = replace(study, drawing=Drawing.from_description(description["drawing"], tensors))
             tensors = {n: v for n, v in tensors.items() if not n.startswith("drawn_")}

@@ -40,6 +40,9 @@ def summary(fit: MixedFit) -> str:
     if (kinds := fit.groups.kinds).left_out:
         where = ", ".join(f"{name}: {count}" for name, count in kinds.missing.items())
         lines.append(f"{kinds.left_out} row(s) with missing values were left out ({where})")
+    for name, basis in fit.design.bases.items():
+        if basis.kind == "ns":
+            lines.append(f"{name} has {basis.words}")
     for name in fit.design.ordered:
         coding = fit.design.contrasts.get(name, "treatment")
         other = "; R has contrasts={" + repr(name) + ": 'poly'}" if coding == "treatment" else ""

@@ -13,15 +13,17 @@ from fedpop.blocks import CLIENTS_AT_ONCE
 from fedpop.errors import CheckpointError, DataError
 from fedpop.federation.clients import Federation, position
 from fedpop.federation.cohort import Cohort
+from fedpop.files import parse_bytes
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm, hierarchy_of
-from fedpop.population.personal_models import personal_models, planned
-from fedpop.site.plan import Plan
+from fedpop.site.plan import Plan, final_plan, plan_for
 from fedpop.site.sites import Sites
 from fedpop.site.store import LocalStore
 from fedpop.threads import threads
 
+MEMORY = "1GiB"
+"""What making them may take, about."""
 CACHED_MODEL_BYTES = 2**28
 """Bytes that models of clients may take while all of them are gone through: 100 heads of 100 classes, 560
 draws each, would take three gigabytes."""
@@ -106,5 +108,23 @@ class ClientModels:
 
     @cached_property
     def _final_plan(self) -> Plan:
+        """Cohorts of clients whose personal models, or diagnostics, fit the memory budget together."""
         assert self.federation is not None
-        return planned(self.algorithm, self.federation)
+        method, foot = self.algorithm, self.algorithm.footprint
+        base = plan_for(method.model, self.federation, parse_bytes(MEMORY), foot.draws, foot.phi_copies)
+        return final_plan(base, method.model, foot.final_draws)
+
+
+def personal_models(
+    method: Algorithm, published: Tensors, sites: Sites, plan: Plan, ids: Tensor, key: Key
+) -> Iterator[tuple[int, Tensors]]:
+    """The models of these clients, each with its position."""
+    store, federation = sites.store, sites.federation
+    # Clients with a state and clients without go apart: what is made for one depends on no other.
+    seen = store.seen(ids)
+    for some, there in ((ids[seen], True), (ids[~seen], False)):
+        for part in plan.cut(some, federation.train.sizes):
+            local = store.get(part, sites.device) if there else None
+            made = method.personalise(published, federation.cohort(part, sites.device), local, key)
+            for row, i in enumerate(part.tolist()):
+                yield i, {n: t[row : row + 1] for n, t in made.items()}

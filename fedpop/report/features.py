@@ -16,7 +16,7 @@ from fedpop.message import Tensors
 from fedpop.methods import METHODS
 from fedpop.methods.base import Algorithm
 from fedpop.models.composition import Composition
-from fedpop.models.likelihoods import Normal
+from fedpop.models.likelihoods import Categorical, Normal
 from fedpop.population import Population
 from fedpop.report import terminal
 from fedpop.report.html import Sheet
@@ -67,15 +67,18 @@ class _Read(dict[str, Tensor]):
         return sum(super(_Read, self).__getitem__(name).numel() for name in self.names)
 
 
-def small_model() -> Composition:
-    """d = 3 and d_phi = 21, in double precision so that no step size overflows by accident."""
+def small_model(classes: bool = False) -> Composition:
+    """d = 3 and d_phi = 21, in double precision so that no step size overflows by accident; d = 8 for two
+    ``classes``, with biases."""
     backbone = nn.Linear(INPUTS, FEATURES, bias=False, dtype=torch.float64)
-    head = nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
+    head = nn.Linear(FEATURES, 1 + classes, bias=classes, dtype=torch.float64)
     key, server = Key(0, purpose="features"), Key(0).server()
     with torch.no_grad():
         for name, p in (("backbone", backbone.weight), ("head", head.weight)):
             p.copy_(key.at(purpose=name).normal(server, tuple(p.shape), torch.float64)[0])
-    return Composition(backbone, head, Normal(1.0))
+        if classes:
+            head.bias.zero_()
+    return Composition(backbone, head, Categorical() if classes else Normal(1.0))
 
 
 def live(method: type[Algorithm], model: Composition) -> Population:
@@ -83,10 +86,12 @@ def live(method: type[Algorithm], model: Composition) -> Population:
     key, ids = Key(0, purpose="data"), torch.arange(CLIENTS)
     x = key.at(purpose="x").normal(ids, (EXAMPLES, INPUTS), torch.float64)
     y = key.at(purpose="y").normal(ids, (EXAMPLES,), torch.float64)
+    y = (y > 0).long() if method.of_classes else y
     known = {f.name for f in fields(method)}
     wanted: dict[str, Any] = {
         "final": Final(chains=1, draws=COUNTED_DRAWS),
         "samples": COUNTED_DRAWS,
+        "draws": COUNTED_DRAWS,
         "burn_in": 0,
         "thin": 1,
     }
@@ -129,11 +134,12 @@ def features(method: type[Algorithm], model: Composition) -> Features:
 
 
 def by_formula(memory: str, d: int, d_phi: int, draws: int = COUNTED_DRAWS) -> int:
-    """The number that a formula in M, d and d_phi stands for."""
+    """The number that a formula in M, d, d_phi and q, the features of a small model, stands for."""
     known = {
         "d + d_phi": d + d_phi,
         "M (d + d_phi)": draws * (d + d_phi),
         "M d + d_phi": draws * d + d_phi,
+        "q + d + d_phi": FEATURES + d + d_phi,
     }
     return known[memory]
 
@@ -165,7 +171,10 @@ def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sh
     """
     model = small_model()
     d, d_phi = model.z_layout.size, model.phi_layout.size
-    measured = [features(m, model) for m in (METHODS.values() if methods is None else methods)]
+    chosen = list(METHODS.values() if methods is None else methods)
+    models = {False: model, True: small_model(classes=True)}
+    measured = [features(m, models[m.of_classes]) for m in chosen]
+    sizes = [(models[m.of_classes].z_layout.size, d_phi) for m in chosen]
     note = (
         "in a round: who has to answer for it to count. own model: clients predict differently. says how "
         "sure: predictions carry the uncertainty about parameters, not the noise alone. proved: there is a "
@@ -174,10 +183,12 @@ def feature_sheets(methods: Iterable[type[Algorithm]] | None = None) -> tuple[Sh
         "compression of what is sent, or both. secure sums: the server needs no single message"
         f"{_single(measured)}. a client holds: how many numbers its predictions read, where "
         "d are a client's own parameters, d_phi the shared ones and M the draws; counted on a live client "
-        f"with d = {d}, d_phi = {d_phi} and M = {COUNTED_DRAWS}, and in brackets what the formula gives. "
+        f"with d = {d} ({models[True].z_layout.size} where targets have to be classes), d_phi = {d_phi}, q = "
+        f"{FEATURES} features and M = {COUNTED_DRAWS}, and in brackets what the formula gives. "
         "kept: numbers that it holds between rounds."
     )
-    table = Sheet(COLUMNS, [_row(f, by_formula(f.memory, d, d_phi)) for f in measured])
+    formulas = [by_formula(f.memory, *both) for f, both in zip(measured, sizes, strict=True)]
+    table = Sheet(COLUMNS, [_row(f, n) for f, n in zip(measured, formulas, strict=True)])
     return table, Sheet(("method", "reference"), [(f.name, f.reference) for f in measured]), note
 
 

@@ -54,14 +54,15 @@ class Page:
 
 
 def write_page(path: Path, page: Page) -> Path:
-    """Render and write the page; nothing in it points to another file."""
+    """Render and write the page; nothing in it points to another file, and who cannot read the folder cannot
+    read it."""
     jinja2 = library("jinja2", "report", "pages")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fedpop.report"), autoescape=True, undefined=jinja2.StrictUndefined
     )
     text = environment.get_template("report.html").render(page=page, version=__version__)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(), 0o666 & path.parent.stat().st_mode)
     return path
 
 

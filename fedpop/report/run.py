@@ -1,9 +1,10 @@
-"""The report of a single run folder: its curves, from ``metrics.jsonl``."""
+"""The report of a single run folder: its curves, from ``metrics.jsonl``, and how the sites of a federation
+differ, from the histograms of columns that they agreed on."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,17 @@ from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, reading
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
-from fedpop.report.sites import sites_section
 from fedpop.run.progress import human_bytes, privacy_words
 
 ESTIMATES = (
     "What is of all sites is shared; of what differs between sites the estimate is the mean over the "
     "population of sites, and the spread its standard deviation. Columns that were standardised are counted "
     "in their deviations."
+)
+DIFFER = (
+    "How large each column of numbers is at sites: the median of its absolute values, and how far values lie "
+    "from their median in the mean, each as powers of two between which a site's lies. Numbers in brackets "
+    "are sites. Sites with few rows are not counted."
 )
 CURVES = {
     "loss": "mean negative log-likelihood per example",
@@ -140,6 +145,34 @@ def _rows(folder: Path, history: list[dict[str, Any]], elsewhere: Sequence[str])
         ("seconds", f"{last['seconds']:.1f}"),
         ("clients left out", str(sum(len(m.get("left_out", [])) for m in history))),
     ]
+
+
+def sites_section(folder: Path) -> Section | None:
+    """A sheet with a row for each column; nothing where a run's sites agreed on no columns."""
+    file = folder / "scales.json"
+    if not file.exists():
+        return None
+    found = read_json(file)
+    with reading(file, "how sites differ"):
+        rows = [
+            (column, _counts(both["size"]), _counts(both["spread"]))
+            for column, both in found["columns"].items()
+        ]
+        stopped = [f"{name}: {why}." for name, why in sorted(found["stopped"].items())]
+    text = DIFFER + (f" Could not take part at the start: {' '.join(stopped)}" if stopped else "")
+    return (
+        Section("How sites differ", text, Sheet(("column", "median size", "spread"), rows)) if rows else None
+    )
+
+
+def _counts(powers: Mapping[str, Any]) -> str:
+    """Ranges with how many sites are in each, the smallest first.
+
+    >>> _counts({"3": 2, "-1": 1})
+    '0.5 to 1 (1), 8 to 16 (2)'
+    """
+    each = sorted((int(power), int(count)) for power, count in powers.items())
+    return ", ".join(f"{2.0**k:.4g} to {2.0 ** (k + 1):.4g} ({count})" for k, count in each) or "none"
 
 
 def tell_run(folder: Path) -> None:

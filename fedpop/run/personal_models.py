@@ -59,7 +59,7 @@ class FinalPass(PersonalModels):
 
     def _by(self, method: Algorithm) -> Algorithm:
         prior = role_of(method, PopulationPrior) if self.brief else None
-        return method if prior is None else prior.judged()
+        return method if prior is None else prior.for_verdict()
 
     def plan(self, method: Algorithm, plan: Plan) -> Plan:
         return final_plan(plan, method.model, self._by(method).footprint.final_draws)

@@ -44,7 +44,7 @@ class PrivateTerms:
     sigma: float
     share: float
     """The probability by which ledgers of readers are amplified; 1 where it does not apply."""
-    heard: float
+    expected: float
     """How many units a round has on average, which sums are divided by."""
     units: int
     rounds: int
@@ -89,14 +89,14 @@ def terms(
         raise PrivacyError("a private run has one probability for all units: participation=0.1")
     if not waits:  # who is heard may depend on data
         share = 1.0
-    units, heard = len(roster), rule.expected(roster)
+    units, expected = len(roster), rule.expected(roster)
     if settings.delta > 1 / units:
         raise PrivacyError(
             f"delta = {settings.delta:g} lets one of {units} units be published; take less than {1 / units:g}"
         )
     sigma, budget, delta = settings.noise, settings.epsilon, settings.delta
     by = ledger.epsilon if secure is None else ledger.renyi_epsilon
-    often = most_often(heard / units, rounds, units) if by_server else rounds
+    often = most_often(expected / units, rounds, units) if by_server else rounds
     charged = 1.0 if by_server else share
     if sigma is None:
         assert budget is not None
@@ -110,13 +110,13 @@ def terms(
         covered = ledger.affordable(budget, sigma, share, delta, rounds, by)
     if not covered:
         raise PrivacyError(f"one round at noise {sigma:g} spends more than epsilon = {budget:g}")
-    if (ratio := sigma / heard) > USEFUL:
+    if (ratio := sigma / expected) > USEFUL:
         enough = math.ceil(units * ratio / USEFUL)
         warn_user(
             f"noise is up to {ratio:.2g} times the largest possible sum of gradients: with {units} units, of "
-            f"which {heard:g} take part in a round, little will be learned; about {enough} units would do"
+            f"which {expected:g} take part in a round, little will be learned; about {enough} units would do"
         )
-    return PrivateTerms(settings, sigma, share, heard, units, covered, secure, rounds)
+    return PrivateTerms(settings, sigma, share, expected, units, covered, secure, rounds)
 
 
 def most_often(share: float, rounds: int, units: int) -> int:
@@ -242,8 +242,7 @@ class PrivateTotals:
                 write_tensors(path, {**found, **self._entry()})
         self.bounds = {n: found[n] for n in self.bounds}
         units = self.terms.units if roster is None else len(roster)
-        heard = self.terms.heard * units / self.terms.units
-        scale = units / heard
+        scale = self.terms.units / self.terms.expected
         device = next(iter(broadcast.values())).device
         sums = {n: v.to(device) * scale for n, v in found.items() if n in self.vectors}
         like = next(iter(sums.values()))
@@ -291,7 +290,7 @@ class PrivateTotals:
         bits = total.plain_sum(BIT + name, torch.zeros(1)).double().cpu()
         # Each is +-1/2, so that one unit adds at most that.
         noisy = bits if by_sites else bits + self.multipliers[BIT + name] * 0.5 * normal(1)
-        inside = 0.5 + float(noisy) / self.terms.heard
+        inside = 0.5 + float(noisy) / self.terms.expected
         return bound * math.exp(-BOUND_RATE * (min(1.0, max(0.0, inside)) - quantile))
 
     def _normal(self, round: int) -> Normal:

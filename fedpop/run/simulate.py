@@ -144,14 +144,14 @@ def fit(
         run = Run(started, federation, settings, where, called, restart)
         population = run.execute(resume=resume, progress=progress)
         if not restarts:
-            return _told(population, run)
+            return _warned(population, run)
         scores.append(population.log_likelihood().value)
         if best is None or scores[-1] > best[0]:
             best = (scores[-1], population, run)
     if folder is not None:
         write_json(folder / "restarts.json", {"log_likelihood": scores})
     assert best is not None
-    return _told(*best[1:])
+    return _warned(*best[1:])
 
 
 def fixed_point(secure: bool | int) -> FixedPoint | None:
@@ -161,7 +161,7 @@ def fixed_point(secure: bool | int) -> FixedPoint | None:
     return FixedPoint(secure)
 
 
-def _told(population: Population, run: Run) -> Population:
+def _warned(population: Population, run: Run) -> Population:
     """The population, with a warning where it is known to have ended too soon."""
     if words := advice(run):
         warn_user(words, ConvergenceWarning)

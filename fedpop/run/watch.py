@@ -66,7 +66,7 @@ class Watch(Checked, Callback):
 
     def _look(self, run: Run) -> dict[str, Any]:
         prior = role_of(run.algorithm, PopulationPrior)
-        method = run.algorithm if prior is None else prior.looked_at()
+        method = run.algorithm if prior is None else prior.for_evaluation()
         published = method.publish(run.server)
         now = Population(method, published, run.secret, run.federation, run.sites.store, rounds=run.round)
         costs = ("bytes_up", "bytes_down", "backbone_passes", "head_steps", "seconds")

@@ -29,7 +29,7 @@ class Turn:
     k: int
     stage: Stage
     clients: int
-    heard: float
+    active: float
     """How many of them a round has on average."""
     curvature: float = 0.0
     """Of the likelihood in z, the mean over clients, where they were asked for it."""
@@ -75,14 +75,14 @@ class EM(Setting):
         share = Stage.of(rounds).share(k)
         return self.rate if share < 0.5 else self.rate + (self.final - self.rate) * (2 * share - 1)
 
-    def share(self, heard: float, clients: int, k: int) -> float:
+    def share(self, active: float, clients: int, k: int) -> float:
         """How much of that a round of so many clients takes."""
-        last = min(1.0, heard / min(clients, self.many))
-        return max(last, min(1.0, heard / self.few) * self.few / (self.few + k))
+        last = min(1.0, active / min(clients, self.many))
+        return max(last, min(1.0, active / self.few) * self.few / (self.few + k))
 
     def move(self, hierarchy: Hierarchy, beta: Tensor, score: Tensor, turn: Turn) -> Tensor:
         """beta after one step from the estimated mean of scores, hyperprior included."""
-        share = self.share(turn.heard, turn.clients, turn.k)
+        share = self.share(turn.active, turn.clients, turn.k)
         if hierarchy.model.learns_features:
             share = math.sqrt(share)
         rate = share * self.at(turn.k, turn.stage)
@@ -128,7 +128,7 @@ class EMAdam(Setting):
     ) -> tuple[Tensor, Tensors]:
         normal, new = _alone(hierarchy.prior), self.em.move(hierarchy, beta, score, turn)
         old, grad = normal.log_scale(beta), normal.log_scale(score)
-        rate = self.scale.rate * math.sqrt(min(1.0, turn.heard / self.em.few))
+        rate = self.scale.rate * math.sqrt(min(1.0, turn.active / self.em.few))
         rate *= self.em.at(turn.k, turn.stage) * self.scale.schedule.factor(turn.k, turn.stage)
         scale, state = self.scale.moved(old, grad, state, torch.ones_like(old), rate)
         return torch.cat((new[: len(beta) - len(old)], scale if normal.learn_scale else old)), state

@@ -54,7 +54,7 @@ def begun(server: Tensors, published: Tensors, inverse: Tensor | None) -> Tensor
 
 
 def step(theta: Tensor, gradient: Tensor, inverse: Tensor, k: int, crowd: float) -> Tensor:
-    """theta after round k of the stage; ``crowd`` is b/|A|, how many units one that is heard stands for.
+    """theta after round k of the stage; ``crowd`` is b/|A|, how many units each active one stands for.
 
     >>> import torch
     >>> at = torch.zeros(2, dtype=torch.float64)

@@ -18,6 +18,7 @@ from fedpop.federation.participation.rules import Uniform
 from fedpop.keys import Key
 from fedpop.report.results import BESIDE, COSTS, Results
 from fedpop.run.members import active_units
+from tests.crash import Crash
 from tests.helpers import generator, linear_model, population_data
 
 ROUNDS = 12
@@ -156,6 +157,47 @@ def test_what_is_there_is_not_run_again_unless_its_settings_changed(compared, tm
     assert ran == [("FedAvg", 0), ("FedAvg", 1)]
     with pytest.raises(CheckpointError, match=r"another comparison \(rounds differ"):
         fp.compare(two, data(), resume=True, **(settings | {"rounds": 3}))
+
+
+def test_a_run_that_was_interrupted_goes_on_in_its_midst(tmp_path, monkeypatch):
+    """To the numbers of one that never was: points on the way, bytes and scores; nothing is left of it."""
+    settings = {"rounds": 40, "last": 2, "every": 3, "seeds": 2}
+    model = linear_model()
+    two = [fp.FedAvg(model), fp.FedRep(model, heads="exact")]
+    whole = fp.compare(two, data(), out=tmp_path / "whole", **settings)
+    look, rounds, until = run.Looks.after_round, [], [60]
+
+    def dies(self, now, metrics):
+        rounds.append(now.round)
+        if len(rounds) == until[0]:
+            raise Crash
+        return look(self, now, metrics)
+
+    monkeypatch.setattr(run.Looks, "after_round", dies)
+    with pytest.raises(Crash):
+        fp.compare(two, data(), out=tmp_path / "cut", **settings)
+    assert [p.name for p in (tmp_path / "cut" / "runs").iterdir()] == [
+        run.run_path(tmp_path, "FedRep", 0).name
+    ]
+    rounds.clear()
+    until[0] = 10**6
+    again = fp.compare(two, data(), out=tmp_path / "cut", resume=True, **settings)
+    assert rounds[0] == 19  # the twentieth was under way, the last checkpoint two rounds before
+    assert len(rounds) == 22 + 2 * 40
+    assert not (tmp_path / "cut" / "runs").exists()
+    for one, other in zip(whole.records, again.records, strict=True):
+        assert one["metrics"] == other["metrics"]
+        assert one["cost"]["bytes_up"] == other["cost"]["bytes_up"]
+    for path in (tmp_path / "whole" / "details").glob("*seed*.json"):
+        points, others = (
+            [{k: v for k, v in p.items() if k != "seconds"} for p in json.loads(f.read_text())["points"]]
+            for f in (path, tmp_path / "cut" / "details" / path.name)
+        )
+        assert points == others
+    # Without resume nothing old is gone on with.
+    (tmp_path / "new" / "runs" / "old").mkdir(parents=True)
+    fp.compare(two[:1], data(), out=tmp_path / "new", rounds=1, last=0)
+    assert not (tmp_path / "new" / "runs").exists()
 
 
 def test_no_mean_is_over_old_and_new_settings(tmp_path):

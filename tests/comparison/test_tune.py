@@ -73,17 +73,17 @@ def test_a_trial_is_the_run_it_says(tuned):
     assert evaluate(population, "validation").summary()["nll"] == chosen.score
 
 
-def test_no_trial_sees_a_test_example(monkeypatch):
+def test_no_trial_sees_a_test_example(monkeypatch, tmp_path):
     seen = []
     inner = search.fitted
 
-    def spy(method, clients, *rest):
+    def spy(method, clients, *rest, **more):
         seen.append(sorted(clients.splits))
-        return inner(method, clients, *rest)
+        return inner(method, clients, *rest, **more)
 
     monkeypatch.setattr(search, "fitted", spy)
     c = config()
-    search.run_trial(c.task, c.entries[0], c.terms, 0, {"trial": 0})
+    search.run_trial(c.task, c.entries[0], c.terms, 0, {"trial": 0}, str(tmp_path))
     assert seen == [["train", "validation"]]
 
 
@@ -110,13 +110,13 @@ def test_a_trial_that_diverged_is_never_chosen():
         search.choose(scores([[None], [None]]), "m", "nll")
 
 
-def test_a_run_that_fails_is_recorded_with_its_reason(monkeypatch):
-    def fails(*_):
+def test_a_run_that_fails_is_recorded_with_its_reason(monkeypatch, tmp_path):
+    def fails(*_, **more):
         raise DataError("too few rows")
 
     monkeypatch.setattr(search, "fitted", fails)
     c = config()
-    (item,) = search.run_trial(c.task, c.entries[0], c.terms, 0, {"trial": 0})
+    (item,) = search.run_trial(c.task, c.entries[0], c.terms, 0, {"trial": 0}, str(tmp_path))
     assert item["metrics"] == {}
     assert item["config"]["failed"] == "too few rows"
 

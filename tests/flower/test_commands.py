@@ -27,6 +27,27 @@ def made(tmp_path: Path) -> Made:
 # --- what they make ------------------------------------------------------------------------------
 
 
+def test_others_read_nothing_of_what_commands_make(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the user's mask is: of one that shows files to everyone, too."""
+    made.run_deployment()
+    ours, at = os.umask(0o022), made.root / "at.csv"
+    try:
+        at.write_text("sex,age\nf,30\n")
+        theta, data = made.server / "run" / "theta", made.root / "north.csv"
+        fedpop("site", "personalise", made.root / "new", "--theta", theta, "--data", data)
+        os.umask(0o022)
+        fedpop("site", "predict", made.root / "new", "--data", at, "--out", made.root / "new" / "out.csv")
+        os.umask(0o022)
+        fedpop("server", "certificate", made.server)
+        os.umask(0o022)
+        fedpop("report", made.server)
+    finally:
+        os.umask(ours)
+    for folder in (made.server, made.root / "north", made.root / "new"):
+        assert not [p for p in [folder, *folder.rglob("*")] if p.stat().st_mode & 0o077]
+    assert (made.server / "run" / "report.html").exists()
+
+
 def test_what_init_and_enrol_make(made: Made) -> None:
     names = {str(p.relative_to(made.server)) for p in made.server.rglob("*") if p.is_file()}
     app_files = {"app/pyproject.toml", "app/federation.toml", "app/model.py"}

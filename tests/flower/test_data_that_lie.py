@@ -182,7 +182,7 @@ def test_the_report_shows_how_sites_differ(tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize("text", ["[]", '{"columns": 3}', '{"columns": {"age": {"size": {"a": 1}}}}'])
 def test_a_damaged_file_of_scales_is_named(text: str, tmp_path: Path) -> None:
-    from fedpop.report.sites import sites_section
+    from fedpop.report.run import sites_section
 
     (tmp_path / "scales.json").write_text(text)
     with pytest.raises(fp.errors.CheckpointError, match=r"scales\.json"):

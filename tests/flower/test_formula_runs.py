@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,21 @@ import numpy as np
 import pytest
 
 import fedpop as fp
-from fedpop.errors import SettingsError
-from fedpop.flower.formulas import FormulaDeployment, fit_at, predicted_rows, run_formula
+from fedpop.errors import DataError, SettingsError
+from fedpop.files import write_json
+from fedpop.flower import server_commands
+from fedpop.flower.formulas import FormulaDeployment, compare_fits, fit_at, predicted_rows, run_formula
+from fedpop.flower.records import request_from_record
 from fedpop.flower.remote import RoundTerms
+from fedpop.flower.server_folder import ServerFolder
+from fedpop.flower.server_settings import deployment as settings_of
 from fedpop.flower.site import SiteExperiment, open_site
+from fedpop.flower.status import status
+from fedpop.flower.transport import Transport
+from fedpop.report.run import run_report
 from tests.flower.formulas import by_site, grid_of
 from tests.flower.local_grid import LocalGrid
-from tests.flower.sites import transport_on
+from tests.flower.sites import DATA, transport_on
 from tests.mixed.conftest import alike, simulated  # noqa: F401
 
 pd = pytest.importorskip("pandas", reason="mixed models need the extra 'formula'")
@@ -63,10 +72,13 @@ def test_the_fit_over_sites_is_that_of_one_machine(
     here = fp.mixed_model(model["formula"], frames, **about)
     alike(fit, here, 1e-8)
     per_site = sum(site == "north" for site, _, _ in grid.traffic)
-    assert per_site <= 40
+    assert per_site <= 25
     plain = json.loads((run / "fit.json").read_text())
     assert plain["fixed"].keys() == here.plain()["fixed"].keys()
-    again = fp.load(run / "fit")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["heard"] for line in lines] == [sorted(frames)] * len(lines)
+    assert lines[0]["question"] == "kinds of columns"
+    again = fp.load(run)
     assert again.confint().equals(fit.confint())
     assert again.degrees == fit.degrees
     new = frame.head(4).assign(g="somebody new")
@@ -111,8 +123,131 @@ def test_a_server_that_is_killed_goes_on_without_asking_twice(simulated: Any, tm
         assert len(grid.traffic) > before
 
 
+def test_a_killed_server_goes_on_with_those_it_began_with(simulated: Any, tmp_path: Path) -> None:  # noqa: F811
+    """One that is away then is waited for, however few the settings ask for; one that came later stays
+    outside."""
+    frames = by_site(simulated([8] * 12), "g", 3)
+    here = fp.mixed_model("y ~ w + (w | g)", frames, method="REML")
+    late = grid_of(tmp_path / "late", {"late": frames["west"].assign(g=lambda f: "late " + f.g.astype(str))})
+    grid, run = grid_of(tmp_path / "sites", frames), tmp_path / "run"
+    about = FormulaDeployment.of("test", MODELS[0], 0, RoundTerms(sites=2, begin=3), "trial")
+    grid.__class__ = Dying
+    grid.left = 9
+    with pytest.raises(Killed):
+        run_formula(about, transport_on(grid), run)
+    grid.left = 10**6
+    grid.offline.add("west")
+    grid.join("late", late.nodes[late.first].node_config["site"])
+    came_back = list[float]()
+
+    def sleep(seconds: float) -> None:
+        grid.now += seconds
+        if grid.now > 5000 and not came_back:
+            came_back.append(grid.now)
+            grid.offline.clear()
+
+    terms = RoundTerms(sites=2)
+    transport = Transport(grid, clock=grid.clock, sleep=sleep)
+    fit = run_formula(replace(about, terms=terms), transport, run)
+    assert came_back
+    alike(fit, here, 1e-9)
+    assert json.loads((run / "sites.json").read_text()) == {"sites": ["north", "south", "west"]}
+
+
+def test_a_run_begins_with_all_who_are_admitted(simulated: Any, tmp_path: Path) -> None:  # noqa: F811
+    """A site that leaves between two formulas is one that is no longer admitted: the next one is of those who
+    stay, and is not compared with the one before."""
+    frames = by_site(simulated([8] * 12), "g", 3)
+    grid = grid_of(tmp_path / "sites", frames)
+    root = tmp_path / "server"
+    server_commands.init(root, "trial", "127.0.0.1:8000", [], False, lambda words: None, MODELS[1])
+    for name in frames:
+        (root / "sites" / f"{name}.pub").write_text("a key")
+    first = settings_of(ServerFolder(root))
+    assert isinstance(first, FormulaDeployment)
+    assert (first.terms.sites, list(first.whom)) == (2, ["north", "south", "west"])
+    whole = run_formula(first, transport_on(grid), root / "run")
+    (root / "sites" / "west.pub").unlink()
+    grid.offline.add("west")
+    (root / "fits" / "smaller").mkdir(parents=True)
+    text = "".join(
+        f"{n} = {json.dumps(v)}\n" for n, v in (MODELS[1] | {"formula": "count ~ 1 + (1 | g)"}).items()
+    )
+    (root / "fits" / "smaller" / "formula.toml").write_text(text)
+    folder = ServerFolder(root, "smaller")
+    second = settings_of(folder)
+    assert isinstance(second, FormulaDeployment)
+    fit = run_formula(second, transport_on(grid), folder.run)
+    alike(fit, fp.mixed_model("count ~ 1 + (1 | g)", {n: frames[n] for n in second.whom}, "poisson"), 1e-8)
+    assert fit.n_obs < whole.n_obs
+    lines = list[str]()
+    compare_fits(root, lines.append)
+    assert "are not compared" in lines[-1]
+    write_json(root / "run" / "status.json", {"state": "finished", "rounds": 9})
+    lines.clear()
+    status(root, lines.append)
+    assert (
+        lines[0]
+        == f"trial: finished, {len((root / 'run' / 'metrics.jsonl').read_text().splitlines())} questions"
+    )
+    assert "Generalized linear mixed model" in lines[-1]
+    page = run_report(root).read_text()
+    assert "Generalized linear mixed model" in page
+    assert "marginal likelihood by quadrature" not in page.split("<title>")[1].split("</title>")[0]
+
+
+def test_sites_mend_their_data_and_are_asked_anew(simulated: Any, tmp_path: Path) -> None:  # noqa: F811
+    """A run that failed has no answers left of before."""
+    frames = by_site(simulated([8] * 12), "g", 3)
+    good = frames["south"].copy()
+    frames["south"] = good.assign(w=1.0, y=0.0)
+    frames["north"] = frames["north"].assign(w=1.0)
+    frames["west"] = frames["west"].assign(w=1.0)
+    grid, run = grid_of(tmp_path / "sites", frames), tmp_path / "run"
+    with pytest.raises(DataError, match="'w' is constant"):
+        run_formula(deployment({"formula": "y ~ w + (1 | g)"}, 3), transport_on(grid), run)
+    mended = by_site(simulated([8] * 12), "g", 3)
+    DATA.update(mended)
+    fit = run_formula(deployment({"formula": "y ~ w + (1 | g)"}, 3), transport_on(grid), run)
+    alike(fit, fp.mixed_model("y ~ w + (1 | g)", mended), 1e-9)
+
+
+def late_with(grid: LocalGrid, chance: float) -> None:
+    rng = np.random.default_rng(1)
+
+    def delay(site: str, request: Any) -> float:
+        question = str(request_from_record(request.content).header.get("question"))
+        return 100.0 if "two points" in question and rng.uniform() < chance else 0.0
+
+    grid.delay = delay
+
+
+@pytest.mark.parametrize("model", [{"formula": "y ~ w + (1 | g)"}, MODELS[2]])
+def test_a_quorum_has_scoring_steps_and_says_so(
+    model: dict[str, Any],
+    simulated: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Sites whose answers come too late are left out of a step, not of the estimate."""
+    frames = by_site(simulated([10] * 12), "g", 3)
+    grid = grid_of(tmp_path / "sites", frames)
+    late_with(grid, 0.3)
+    terms = RoundTerms(sites=2, begin=3, quorum=0.6, timeout=60.0)
+    about = FormulaDeployment.of("test", model, 0, terms, "trial")
+    fit = run_formula(about, transport_on(grid), tmp_path / "run")
+    here = fp.mixed_model(model["formula"], frames, **{n: v for n, v in model.items() if n != "formula"})
+    assert fit.converged
+    assert "scoring engine, whose rounds close with 60% of the sites" in str(fit)
+    off = [(fit.coefficients[n] - v) / here.standard_errors[n] for n, v in here.coefficients.items()]
+    assert max(map(abs, off)) < 0.04
+    assert here.log_likelihood - 1e-3 < fit.log_likelihood <= here.log_likelihood + 1e-9
+    assert fp.load(tmp_path / "run").confint().equals(fit.confint())
+    heard = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {len(line["heard"]) for line in heard} >= {2, 3}
+
+
 def test_what_a_formula_cannot_have_is_refused() -> None:
-    with pytest.raises(SettingsError, match="quorum is 1"):
+    with pytest.raises(SettingsError, match="REML needs everyone"):
         FormulaDeployment.of("test", MODELS[0], 0, RoundTerms(quorum=0.5), "trial")
     with pytest.raises(SettingsError, match="REML is for gaussian"):
         FormulaDeployment.of("test", MODELS[1] | {"method": "REML"}, 0, RoundTerms(), "trial")

@@ -288,10 +288,6 @@ def other_kind(frames: dict[str, Any]) -> None:
     frames["south"] = frames["south"].assign(w=frames["south"].w.map("{:.1f} cm".format))
 
 
-def group_at_two(frames: dict[str, Any]) -> None:
-    frames["south"] = frames["south"].assign(g=frames["south"].g.replace(4, 2))
-
-
 def small_level(frames: dict[str, Any]) -> None:
     frames["south"].loc[[0, 1], "s"] = "rare"
 
@@ -313,12 +309,11 @@ def bad_value(frames: dict[str, Any]) -> None:
         ),
         (other_kind, "y ~ w + (1 | g)", DataError, "'w' holds names at 1 site.*; unlike the others: south"),
         (
-            group_at_two,
-            "y ~ w + (1 | g)",
+            small_level,
+            "y ~ s + (1 | g)",
             DataError,
-            r"1 group\(s\) of 'g' are at two sites, .*north and south",
+            r"south: site 'south' has 2 row\(s\) of 's' at levels that too few rows have",
         ),
-        (small_level, "y ~ s + (1 | g)", DataError, r"'s' has 2 row\(s\) at levels of fewer than 5 rows"),
         (bad_value, "y ~ log(t) + (1 | g)", DataError, r"\(south: DataError; the site's log says more\)"),
     ],
 )
@@ -352,16 +347,60 @@ def test_chains_stay_on_one_machine(tmp_path: Path, frame: Any) -> None:
     assert not grid.traffic
 
 
-def test_a_site_that_does_not_answer_is_named(tmp_path: Path, frame: Any) -> None:
+def test_a_site_that_does_not_answer_is_waited_for(
+    tmp_path: Path, frame: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long: it is named, and asked again."""
     grid = grid_of(tmp_path, by_site(frame, "g", 3))
+    lost = 3
 
     def fault(site: str, request: Any, reply: Any) -> list[Any] | None:
+        nonlocal lost
         asks = request_from_record(request.content).header.get("question") == "profile"
-        return None if site == "west" and asks else [reply]
+        if site == "west" and asks and lost:
+            lost -= 1
+            return None
+        return [reply]
 
     grid.fault = fault
-    with pytest.raises(EstimateError, match=r"profile: 8 of 12 units .* \(west: it did not answer in time\)"):
-        over(grid, "y ~ w + (1 | g)")
+    with caplog.at_level("INFO", "fedpop.server"):
+        fit = over(grid, "y ~ w + (1 | g)")
+    assert "west must answer, and went away or was silent for long" in caplog.text
+    assert grid.now > 3 * 60
+    alike(fit, here_of(frame, "y ~ w + (1 | g)"), 1e-9)
+
+
+def test_a_level_that_few_rows_of_a_site_have_is_known_from_others(tmp_path: Path, frame: Any) -> None:
+    """The site does not tell its cell, and takes part."""
+    frames = by_site(frame, "g", 3)
+    frames["south"]["s"] = np.where(frames["south"].index < 3, "c", "a")
+    grid = grid_of(tmp_path, frames)
+    fit = over(grid, "y ~ s + (1 | g)")
+    (told,) = [
+        list(message_from_record(reply.content).payloads)
+        for site, request, reply in grid.traffic
+        if site == "south" and request_from_record(request.content).header.get("question") == "schema"
+    ]
+    assert sorted(told) == ['["s", "a"]', '["s", null]']
+    alike(fit, fp.mixed_model("y ~ s + (1 | g)", frames, min_count=1), 1e-9)
+
+
+def test_a_site_has_a_minimum_of_its_own(tmp_path: Path, frame: Any) -> None:
+    """Whatever the server asks for, cells below it are not told, nor is a design that sets them apart."""
+    frames = by_site(frame, "g", 3)
+    frames["south"]["s"] = np.where(frames["south"].index < 3, "c", "a")
+    grid = grid_of(tmp_path, frames)
+    settings = tmp_path / "south" / "site.toml"
+    settings.write_text(settings.read_text().replace("minimum = 1", "minimum = 5"))
+    with pytest.raises(DataError, match=r"south: the column 'sc' sets fewer than 5 rows apart"):
+        over(grid, "y ~ s + (1 | g)", min_count=1)
+    assert '["s", "c"]' not in str(
+        [
+            list(message_from_record(reply.content).payloads)
+            for site, _, reply in grid.traffic
+            if site == "south"
+        ]
+    )
 
 
 @pytest.mark.parametrize("what", ["chain.safetensors", "everything"])

@@ -128,3 +128,13 @@ def test_sites_do_not_come_all_at_once() -> None:
     assert all(0.5 <= t < 1.5 for t in times)
     assert len(set(times)) > 100
     assert torch.tensor(times).std() > 0.1
+
+
+def test_a_sites_work_is_what_the_benchmark_measures(tmp_path: Path) -> None:
+    """It makes requests itself, which sites must understand."""
+    from benchmarks import federation
+
+    run(tmp_path, made("FedAvg", "softmax"), 2)
+    before = (tmp_path / "ada" / "ledger.jsonl").read_text().count('"train"')
+    assert federation.work_of(tmp_path / "ada") > 0
+    assert (tmp_path / "ada" / "ledger.jsonl").read_text().count('"train"') == before + 5

@@ -42,7 +42,7 @@ def said(tmp_path: Path) -> dict[str, Any]:
     requests = {}
     for _, message, _ in grid.traffic:
         read = request_from_record(message.content)
-        header = {n: keys(v) for n, v in sorted(read.header.items()) if n != "told"}
+        header = {n: keys(v) for n, v in sorted(read.header.items()) if n != "description"}
         kind = read.header.get("study", {}).get("kind", read.kind)
         if kind == "Training":
             header["study"]["method"]["algorithm"] = header["study"]["method"]["model"] = None

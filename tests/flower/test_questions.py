@@ -92,7 +92,7 @@ def test_a_question_of_ones_own_is_answered_across_machines(tmp_path: Path) -> N
     by_hand = sum(float(((y - 0.5) ** 2 * (x[:, 0] > 0.25)).sum()) for x, y in data.values())
     assert found == pytest.approx(by_hand, rel=1e-6)
     last = request_from_record(grid.traffic[-1][1].content)
-    assert last.header["told"] == {
+    assert last.header["description"] == {
         "kind": f"{SquaresAbout.__module__}:SquaresAbout",
         "fields": {
             "model": {"kind": "own", "what": "model"},

@@ -1,4 +1,4 @@
-"""Flower's stock node, for sites that ask for it: it runs the app that the federation signed."""
+"""Flower's stock node, for sites that ask for it: it runs the app that the federation signed, no others."""
 
 from __future__ import annotations
 

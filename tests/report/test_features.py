@@ -22,12 +22,12 @@ from fedpop.report.features import (
 
 @functools.cache
 def alive(name: str) -> fp.Population:
-    return live(METHODS[name], small_model())
+    return live(METHODS[name], small_model(METHODS[name].of_classes))
 
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_memory_on_a_live_client_is_what_the_formula_says(name: str) -> None:
-    model = small_model()
+    model = small_model(METHODS[name].of_classes)
     row = features(METHODS[name], model)
     assert row.to_predict == by_formula(row.memory, model.z_layout.size, model.phi_layout.size)
     assert ("M" in row.memory) == row.uncertainty
@@ -37,7 +37,7 @@ def test_memory_on_a_live_client_is_what_the_formula_says(name: str) -> None:
 def test_personalised_means_that_clients_predict_differently(name: str) -> None:
     population = alive(name)
     x = torch.linspace(-1, 1, 7, dtype=torch.float64).unsqueeze(0)
-    means = [population.predict(i, x).mean.item() for i in range(len(population))]
+    means = [population.predict(i, x).mean.flatten()[0].item() for i in range(len(population))]
     assert (max(means) - min(means) > 1e-9) == METHODS[name].about.personalised
 
 
@@ -45,7 +45,7 @@ def test_personalised_means_that_clients_predict_differently(name: str) -> None:
 def test_compression_is_there_or_refused(name: str) -> None:
     method = METHODS[name]
     if method.compressed:
-        made = method(small_model(), compressor="qsgd")
+        made = method(small_model(method.of_classes), compressor="qsgd")
         assert made.channel.compressors == (fp.compressors.QSGD(),)
         assert not made.channel.transparent
     else:

@@ -70,7 +70,7 @@ def test_em_by_name_moves_the_scale_by_em() -> None:
     method = fp.FedSOUL(frozen(), beta_step=fp.steps.EM(1.0, 1.0))
     assert method.on_beta.init(method.hierarchy, torch.zeros(5)) == {}
     score = torch.tensor([0.0, 0.0, 0.0, 0.0, -2.0])
-    turn = Turn(50, Stage(0, 100), clients=200, heard=200.0)
+    turn = Turn(50, Stage(0, 100), clients=200, active=200.0)
     new, state = method.on_beta.move(method.hierarchy, torch.zeros(5), 200 * score, {}, turn)
     assert state == {}
     assert float(new[4]) == pytest.approx(0.5 * math.log(1 - 2.0 / 4))
@@ -78,7 +78,7 @@ def test_em_by_name_moves_the_scale_by_em() -> None:
 
 def test_rounds_of_few_take_the_share_that_was_asked_for() -> None:
     method = fp.FedSOUL(frozen())
-    score, turn = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]), Turn(30, Stage(0, 100), clients=1000, heard=5.0)
+    score, turn = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0]), Turn(30, Stage(0, 100), clients=1000, active=5.0)
 
     def moved(**settings: Any) -> float:
         step = fp.steps.BetaStep(fp.steps.EM(1.0, 1.0, **settings))

@@ -293,8 +293,8 @@ def distinct(clients: int, size: int, key: Key) -> Tensor:
         if len(values) >= size:
             first = torch.full_like(values, length)
             first.scatter_reduce_(0, group, torch.arange(length), "amin")
-            found: Tensor = values[first <= first.kthvalue(size).values]
-            return found
+            ids: Tensor = values[first <= first.kthvalue(size).values]
+            return ids
 
 
 def skips(clients: int, p: float, key: Key) -> Tensor:
