@@ -29,7 +29,9 @@ EXPERIMENTS: dict[str, str] = {
     "drift": "Where theta settles with local epochs on phi, against the exact optimum and the plain round.",
     "restarts": "The synthetic seeds that missed the optimum without annealing, now and with restarts.",
     "clusters": "A population with two clusters: Normal, mixture and energy priors on clients never seen.",
-    "privacy": "What differential privacy costs: the learned subspace against epsilon.",
+    "privacy": "What differential privacy costs: the learned subspace, and accuracy on images, against "
+    "epsilon.",
+    "hostile": "Clients who mean harm, against sums and against centres of messages.",
     "mixed": "Mixed models against R's: agreement, by chains and with few taking part; coverage; pooling.",
 }
 """This is the place to add one."""

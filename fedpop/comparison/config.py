@@ -3,6 +3,7 @@
 [task]                       what methods are compared on: kind and its settings (``tasks``)
 [model]                      entry, a ``module:function`` that makes the model in place of the task's own
 [run]                        rounds or passes, seeds, participation, every, last, precision
+[privacy]                    epsilon, delta, noise, clip, quantile, against, secure: of every run
 [tune]                       trials, metric, seeds (for fedpop tune)
 [[method]]                   name, label, settings; [method.search] for fedpop tune
 """
@@ -26,6 +27,7 @@ from fedpop.comparison.tasks import Task, naming, only, task_from
 from fedpop.comparison.terms import Entry, Terms, check_labels, entry_from, seeds_of
 from fedpop.errors import SettingsError
 from fedpop.extras import require_report
+from fedpop.privacy.gaussian import gaussian_from
 
 RUN = ("rounds", "passes", "seeds", "participation", "every", "last", "precision")
 TUNE = ("trials", "metric", "seed", "seeds", "rounds", "passes")
@@ -76,7 +78,7 @@ def read_config(path: str | Path, data: str | Path | None = None) -> Config:
 
 def config_from(raw: Mapping[str, Any], path: Path, data: str | Path | None = None) -> Config:
     """Settings as TOML has them, checked."""
-    only(raw, ("task", "model", "run", "tune", "method"), str(path))
+    only(raw, ("task", "model", "run", "privacy", "tune", "method"), str(path))
     tables = raw.get("method", [])
     if not isinstance(tables, list) or not tables:
         raise SettingsError(f"{path}: give at least one method, [[method]] with a name")
@@ -85,8 +87,10 @@ def config_from(raw: Mapping[str, Any], path: Path, data: str | Path | None = No
     run = _table(raw, "run", RUN, path)
     tune = _table(raw, "tune", TUNE, path)
     seeds = run.pop("seeds", 1)
+    about = _table(raw, "privacy", tuple(raw.get("privacy", {})), path)
+    private, secure = gaussian_from(about, str(path), ("secure",)), about.get("secure", False)
     with naming(f"{path}, [run]"):
-        terms = Terms(**run)
+        terms = Terms(**run, privacy=private, secure=secure)
         chosen = seeds_of(seeds)
     with naming(f"{path}, [tune]"):
         how = Tune(**tune)

@@ -64,6 +64,8 @@ def fitted(
             callbacks=callbacks,
             progress=False,
             precision=terms.precision,
+            privacy=terms.privacy,
+            secure=terms.secure,
             out=kept,
             resume=kept is not None,
             checkpoint_every=checkpoints_every(rounds),
@@ -160,6 +162,8 @@ def _with_theta(population: Population, final: Evaluation) -> dict[str, float | 
     embedded = population.federation is not None and population.federation.embedded
     if "coverage" not in final.scores or hierarchy_of(population.algorithm) is None or embedded:
         return {}
+    if "epsilon" in (population.history or [{}])[-1]:
+        return {}  # its information would be one more look at the data
     with suppress(EstimateError):  # theta is too large, or the data do not determine it
         found = evaluate(population, "test", widths=False, theta_uncertainty=True)
         return {"theta_coverage": float(found.scores["coverage"].mean())}

@@ -9,16 +9,19 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fedpop.checked import Checked, Count, Few, OneOf, Positive, Seed, Whole, require
-from fedpop.errors import DataError, SettingsError
+from fedpop.errors import DataError, PrivacyError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Participation, Said
 from fedpop.federation.participation.rules import resolve as resolve_participation
 from fedpop.methods import known_methods
-from fedpop.methods.base import Algorithm, check_participation, usual_participation
+from fedpop.methods.base import Algorithm, check_participation, check_secure, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.base import Model
 from fedpop.population.evaluate import check_newcomers
 from fedpop.precision import PRECISIONS
+from fedpop.privacy import Gaussian
+from fedpop.run.private import private_method
+from fedpop.settings import describe
 
 BUDGET_ROUNDS = 500
 """The budget of every method, by default."""
@@ -125,11 +128,19 @@ class Terms(Checked):
     last: Whole = 10
     precision: Annotated[str, OneOf(*PRECISIONS)] | None = None
     """What backbones run in; the model's setting by default."""
+    privacy: Gaussian | None = None
+    """The budget of every run."""
+    secure: bool | Count = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounds is not None and self.passes is not None:
             raise SettingsError("a budget is a number of rounds or of backbone passes, not both")
+        if self.privacy is not None and self.passes is not None:
+            raise PrivacyError(
+                "what so many passes are in rounds depends on how many examples clients have, which no "
+                "budget covers: give rounds"
+            )
         if self.rounds is None and self.passes is None:
             object.__setattr__(self, "rounds", BUDGET_ROUNDS)
         if self.participation is not None:
@@ -142,10 +153,12 @@ class Terms(Checked):
         return resolve_participation(self.participation)
 
     def describe(self) -> dict[str, Any]:
-        budget = {"rounds": self.rounds} if self.passes is None else {"passes": self.passes}
+        budget: dict[str, Any] = {"rounds": self.rounds} if self.passes is None else {"passes": self.passes}
         who = None if self.participation is None else resolve_participation(self.participation).describe()
         about = budget | {"participation": who, "every": self.every, "last": self.last}
-        return about if self.precision is None else about | {"precision": self.precision}
+        about |= {} if self.precision is None else {"precision": self.precision}
+        about |= {} if self.privacy is None else {"privacy": describe(self.privacy)}
+        return about | ({"secure": self.secure} if self.secure else {})
 
 
 def seeds_of(seeds: Few | Sequence[Seed]) -> list[int]:
@@ -212,6 +225,10 @@ def check_entry(entry: Entry, subject: Subject, terms: Terms) -> Algorithm:
     try:
         method.check(subject.clients.names)
         check_participation(method, rule)
+        if terms.privacy is not None:
+            private_method(method)
+        if terms.secure:
+            check_secure(method)
     except SettingsError as error:
-        raise SettingsError(f"{entry.where}: {error}" if entry.where else str(error)) from error
+        raise type(error)(f"{entry.where}: {error}" if entry.where else str(error)) from error
     return method

@@ -22,7 +22,7 @@ from fedpop.comparison.config import Config, changed, read_config, to_toml, with
 from fedpop.comparison.run import config_of, fitted, opened, run_path
 from fedpop.comparison.runner import Job, run_jobs, workers
 from fedpop.comparison.terms import Entry, Source, Subject, Terms, check_entry, in_line, seeds_of
-from fedpop.errors import DataError, FedpopError, SettingsError
+from fedpop.errors import DataError, FedpopError, SettingsError, warn_user
 from fedpop.evaluation.scores import CLASSES, HIGH_IS_GOOD, INTERVAL_LEVEL, REAL
 from fedpop.extras import require_report
 from fedpop.federation.clients import Federation
@@ -171,6 +171,11 @@ def tune(config: Config, folder: Path, processes: int | None, show: bool = True)
     terms = replace(config.terms, every=None, last=0)
     if how.rounds is not None or how.passes is not None:
         terms = replace(terms, rounds=how.rounds, passes=how.passes)
+    if terms.privacy is not None:
+        warn_user(
+            "each trial has a ledger of its own, and validation scores have no noise: what a search says of "
+            "its clients is in none of them; search on data that are not those of the final run"
+        )
     setting = {"task": config.task.describe()} | terms.describe() | {"search": how.seed, "metric": metric}
     setting = json.loads(json.dumps(setting))
     results = opened(folder, NAME, setting, resume=True)

@@ -25,6 +25,7 @@ from fedpop.questions.forms import agreed, example_from, plain_example, scales_o
 from fedpop.questions.scales import counted_powers, median_powers
 from fedpop.run import checkpoint as checkpoints
 from fedpop.run.callbacks import Callback
+from fedpop.run.private import private_method
 from fedpop.run.run import Run
 from fedpop.run.settings import Settings
 from fedpop.site.study import Survey, Training, values_of, with_values
@@ -68,6 +69,7 @@ class Deployment:
 
     def training(self, method: Algorithm, example: Example, form: Mapping[str, Any]) -> Training:
         """What sites receive of the method once it is known what examples look like."""
+        method = method if self.settings.privacy is None else private_method(method)
         runs = chosen(method, self.settings.participation, self.terms.waits).method
         return Training(runs, example, form, self.entry)
 
@@ -145,7 +147,8 @@ def _agreed_about_tables(
     out of it: it is agreed on again without that site.
     """
     scales = scales_of(deployment.schema)
-    histograms = members.asks(scales, {}) if scales.columns else {}
+    private = deployment.settings.privacy is not None  # sizes of columns are data
+    histograms = members.asks(scales, {}) if scales.columns and not private else {}
     medians = {column: median_powers(histogram) for column, histogram in histograms.items()}
     schema, without, stopped = dict(deployment.schema) | {"medians": medians}, set[str](), dict[str, str]()
     while True:

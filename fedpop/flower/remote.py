@@ -376,7 +376,10 @@ class RemoteMembers(Members):
 
     def round(self, method: Algorithm, round: Round, active: Active) -> Total:
         parts, digest = active_parts(self.sites, active), digest_of(round.broadcast)
-        shared = {"round": round.number, "active": len(parts)}
+        # How many take part is for nobody who reads theta, as sites do.
+        active_sites = len(parts) if round.private is None else len(self.sites)
+        shared: dict[str, Any] = {"round": round.number, "active": active_sites}
+        shared |= {} if round.private is None else {"private": round.private.plain()}
         requests = {}
         for name, part in parts.items():
             its: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
@@ -397,8 +400,9 @@ class RemoteMembers(Members):
                 requests, replies, timeout, lambda lost: bool(self.wait(lost))
             )
         self._round, self._asked = round.number, set(requests)
-        guard = guard_for(method, round.broadcast, len(requests))
-        units = units_guard_for(method, round.broadcast, self.units)
+        private = round.private is not None
+        guard = None if private else guard_for(method, round.broadcast, len(requests))
+        units = None if private else units_guard_for(method, round.broadcast, self.units)
         kind = method.model.initial_phi().dtype
         aggregated = self._messages.aggregate(
             "train",

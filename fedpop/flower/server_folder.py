@@ -24,7 +24,7 @@ OUTCOME, AFTERWARDS = "outcome.json", "afterwards.json"
 """What came of a run, and what sites were asked when it was over."""
 FIT, PRINTED = "fit", "fit.txt"
 """A formula's fit, and how it is printed."""
-TABLES = ("name", "data", "model", "method", "run", "sites", "server")
+TABLES = ("name", "data", "model", "method", "run", "privacy", "sites", "server")
 ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 """Who listens everywhere is found here."""
 

@@ -6,6 +6,7 @@ name                          what the experiment is called
          formula, family, ... in its place: a mixed model, as ``fedpop.mixed_model`` has these words
 [method] name, settings       as in the files of ``fedpop compare``
 [run]    rounds, seed, participation, precision, early_stop, afterwards, mlflow, tensorboard
+[privacy] epsilon, delta, noise, clip, quantile, against
 [sites]  sites, begin, quorum, grace, timeout, unheard, weights
 [server] address, listen, metrics
 """
@@ -18,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedpop.errors import FedpopError, SettingsError
+from fedpop.errors import FedpopError, PrivacyError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
 from fedpop.flower.certificates import check_name
@@ -32,7 +33,8 @@ from fedpop.flower.trackers import TRACKERS, trackers_of
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.entry import model_named
-from fedpop.questions.forms import check_form
+from fedpop.privacy.gaussian import gaussian_from
+from fedpop.questions.forms import check_form, schema_of
 from fedpop.run.callbacks import Callback, EarlyStop
 from fedpop.run.settings import Settings
 
@@ -47,7 +49,7 @@ def deployment(folder: ServerFolder) -> Deployment | FormulaDeployment:
     if folder.fit:
         path = folder.run / FORMULA_FILE
         about = read_toml(path, "fedpop server fit makes it")
-        kept = {n: plain[n] for n in ("name", "sites", "server") if n in plain}
+        kept = {n: plain[n] for n in ("name", "privacy", "sites", "server") if n in plain}
         plain = kept | {"model": about, "run": {"seed": plain.get("run", {}).get("seed", 0)}}
     found = deployment_of(path, plain, folder.experiment(), folder.run)
     if isinstance(found, FormulaDeployment) and found.terms.begin is None:
@@ -80,6 +82,9 @@ def deployment_of(
         if not isinstance(stop, dict):
             raise SettingsError(f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}")
         early = EarlyStop(**known_only(stop, ("every", "patience"), f"{path}, early_stop"))
+    private = gaussian_from(plain.get("privacy", {}), str(path))
+    if private is not None:
+        check_private(data, run, stop is not None, path)
     words = tuple(f.name for f in fields(RoundTerms))
     terms = RoundTerms(**known_only(plain.get("sites", {}), words, f"{path}, [sites]"))
     part = run.get("participation")
@@ -90,15 +95,42 @@ def deployment_of(
         participation=usual if part is None else resolve(part),
         checkpoint_every=1,  # sites keep the two sides of their last round, and can go back no further
         precision=run.get("precision", "auto"),
+        privacy=private,
     )
-    after = check_asked(run.get("afterwards", USUAL))
+    after = check_asked(run.get("afterwards", USUAL if private is None else ()))
     name = str(plain.get("name", "federation"))
     return Deployment(experiment, make, settings, terms, data, entry, [early, *trackers], after, name)
+
+
+def check_private(data: Mapping[str, Any], run: Mapping[str, Any], early: bool, path: Path) -> None:
+    """Raise where something in the settings looks at data beside the noised sums."""
+    looks = []
+    if early:
+        looks.append("early_stop in [run] asks for validation scores: leave it out")
+    if run.get("afterwards"):
+        looks.append(f"afterwards in [run] asks for {', '.join(run['afterwards'])}: leave it out")
+    if run.get("rounds") is None:
+        looks.append("without rounds in [run] it is asked whether theta has converged: give their number")
+    schema = schema_of(data)
+    if schema.numeric:
+        looks.append(
+            "columns of numbers are scaled by their means and deviations: standardise = false in [data]"
+        )
+    if schema.categorical:
+        looks.append(f"levels of {', '.join(schema.categorical)} are found in the data: list them in [data]")
+    if looks:
+        raise PrivacyError(f"{path}: [privacy] covers none of this: {'; '.join(looks)}")
 
 
 def _formula(path: Path, plain: Mapping[str, Any], experiment: str) -> FormulaDeployment:
     """A federation that is about a formula: sites' tables are as they are."""
     model = known_only(plain["model"], WORDS, f"{path}, [model]")
+    if plain.get("privacy"):
+        raise PrivacyError(
+            f"{path}: a formula across sites is fitted by the exact engine, whose sums have no bound under "
+            "which they stay what they are: leave [privacy] out; fp.mixed_model(..., privacy=...) has a "
+            "sampled engine where all rows are on one machine"
+        )
     for table in ("data", "method"):
         if plain.get(table):
             raise SettingsError(f"{path}: where [model] has a formula there is no [{table}]")

@@ -45,6 +45,7 @@ from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.population import Population
+from fedpop.privacy.site_noise import PrivateRound
 from fedpop.questions import Question
 from fedpop.run.members import Asking
 from fedpop.settings import rebuilt
@@ -362,7 +363,9 @@ class SiteExperiment:
         _forget(store, state.noted, request.header["noted"])
         shared, weight = Key(int(request.header["seed"]), number, "/train"), request.header.get("weight")
         key = self.key(number, "site/train")
-        now = Round(number, request.tensors, key, shared, weigh=weight is not None)
+        private = request.header.get("private")
+        bounded = None if private is None else PrivateRound.of(private)
+        now = Round(number, request.tensors, key, shared, weigh=weight is not None, private=bounded)
         sites = self.sites(store)
         active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
         messages = int(request.header["active"])

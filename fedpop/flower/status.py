@@ -13,12 +13,12 @@ from fedpop.files import DAMAGED, read_bytes, read_json
 from fedpop.flower.present import PRESENT, read_present
 from fedpop.flower.processes import is_locked
 from fedpop.flower.server_folder import AFTERWARDS, OUTCOME, PRINTED, ServerFolder
-from fedpop.run.progress import human_bytes
+from fedpop.run.progress import human_bytes, privacy_words
 
 NEEDED = {"round": int, "asked": int, "left_out": list, "bytes_up": int | float, "bytes_down": int | float}
 """What every round has."""
 MAYBE = {"heard": list, "reasons": dict, "late_from": dict, "late": int, "loss": int | float | None}
-SHOWN_APART = ("loss", "bytes_up", "bytes_down", "seconds")
+SHOWN_APART = ("loss", "bytes_up", "bytes_down", "seconds", "epsilon", "epsilon_end", "epsilon_server")
 """Numbers of a round with a line of their own."""
 
 
@@ -92,6 +92,7 @@ def standing(folder: ServerFolder, lines: Sequence[dict[str, Any]] | None = None
         "seconds": last.get("seconds", 0.0),
         "late": last.get("late", 0),
         "last": last or None,
+        "privacy": privacy_words(last) if last.get("epsilon") is not None else None,
         "verdict": None if verdict is None else str(verdict["words"]),
         "converged": None if verdict is None else verdict["converged"],
         "afterwards": _afterwards(folder.run / AFTERWARDS),
@@ -150,6 +151,8 @@ def status(root: Path, say: Callable[[str], None], plain: bool = False) -> None:
         say(f"  last      {round_words(last)}")
         numbers = {n: v for n, v in last.items() if n not in SHOWN_APART and isinstance(v, float)}
         say(f"  metrics   {', '.join(f'{n} {v:.4g}' for n, v in numbers.items()) or 'none'}")
+    if found["privacy"] is not None:
+        say(f"  privacy   {found['privacy']}")
     if found["verdict"] is not None:
         say(f"  theta     {found['verdict']}")
     for name, words in found["afterwards"].items():

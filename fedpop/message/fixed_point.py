@@ -28,6 +28,7 @@ from fedpop.keys import Key
 from fedpop.message.guard import COUNTS
 from fedpop.message.message import WEIGHT, Message, Tensors, base_name
 from fedpop.message.words import DIGIT, DIGITS, LOWEST, SumWords
+from fedpop.privacy.site_noise import PrivateRound
 
 MARGINS = {32: 6, 16: 2}
 """By bits, the powers of two between the longest message of a round and what fits in the next one."""
@@ -113,6 +114,22 @@ class FixedPoint(Checked):
         size = int(keep.sum()) * sum(each.row_bytes for each in words.values())
         return replace(message, vectors=seen, words=words, changed=True, checked=True, bytes=size)
 
+    def private_words(self, message: Message, private: PrivateRound, round: int, key: Key) -> Message:
+        """A message whose words have its sites' parts of the noise: nothing else of a row leaves, whether
+        its units' numbers were finite included."""
+        words = dict[str, SumWords]()
+        for name, v in message.vectors.items():
+            step = private.steps[name]
+            q = _rounded(v, step, key.at(purpose=f"round.{name}"), message.sites)
+            for row, site in enumerate(message.sites.tolist()):
+                noise = private.noise(name, round, site, v.shape[1])
+                q[row] += torch.from_numpy(noise).to(q.device)
+            most = 2 ** (self.bits - 1) - 1  # the plan has room for all rows together
+            words[name] = SumWords(q.clamp_(-most, most).to(torch.int32), step, v.dtype, self.bits)
+        seen = {name: each.value() for name, each in words.items()}
+        size = len(message.sites) * sum(each.row_bytes for each in words.values())
+        return replace(message, vectors=seen, words=words, changed=True, checked=True, bytes=size)
+
 
 # --- one vector ------------------------------------------------------------------------------
 
@@ -133,6 +150,12 @@ def _narrow(v: Tensor, step: int, payload: int, key: Key, sites: Tensor) -> tupl
             fits[some] &= (q.abs() <= most).all(1)
             out[some, across] = q.clamp_(-most, most).to(torch.int32)
     return out, fits
+
+
+def _rounded(v: Tensor, step: int, key: Key, sites: Tensor) -> Tensor:
+    """floor(v / 2^step + u), u uniform on [0, 1), ``[S, D]``."""
+    chance = key.words(sites).block(slice(0, len(v)), 0, v.shape[1]).double().add_(2.0**31).mul_(2.0**-32)
+    return torch.floor(v.double().mul(2.0**-step).add_(chance)).to(torch.int64)
 
 
 def _wide(v: Tensor, sites: int) -> tuple[Tensor, Tensor]:

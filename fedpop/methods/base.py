@@ -46,7 +46,7 @@ from fedpop.message.fixed_point import FixedPoint
 from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN, UNITS
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
-from fedpop.privacy.gaussian import Gaussian
+from fedpop.privacy.site_noise import PrivateRound
 from fedpop.questions import Question
 from fedpop.server.optimisers import Constant, Schedule, Stage
 from fedpop.server.robust import Robust
@@ -115,7 +115,7 @@ class Round:
     """Messages become whole numbers of this form, of which nothing but a sum is seen."""
     robust: Robust | None = None
     """What the server takes in the place of a sum over single messages."""
-    private: Gaussian | None = None
+    private: PrivateRound | None = None
     """What each unit adds is bounded, before anything is added up."""
 
     @property

@@ -28,6 +28,8 @@ from fedpop.mixed.bases import (
 from fedpop.mixed.common_key import compared_names
 from fedpop.mixed.coordinates import Coordinates, columns, everyone
 from fedpop.mixed.design import INTERCEPT, Design, Wanted, scale_name
+from fedpop.mixed.families import Family
+from fedpop.mixed.formula import Formula
 from fedpop.mixed.nesting import Tree
 from fedpop.mixed.response import require_two
 from fedpop.mixed.study import ColumnKinds, FormulaStudy, Kinds
@@ -111,6 +113,12 @@ class Groups:
 # --- columns and their levels ----------------------------------------------------------------------
 
 
+def columns_in(formula: Formula, family: Family) -> tuple[str, ...]:
+    """Columns that stand by themselves in a formula, of which it has to be known what they hold."""
+    bare = [part.column for part in formula.parts[0 if family.binomial else 1 :] if part.column is not None]
+    return tuple(dict.fromkeys(bare))
+
+
 def agreed(
     groups: Groups,
     levels: Mapping[str, Sequence[Any]],
@@ -120,8 +128,7 @@ def agreed(
     """The short rounds before: what of columns has to be known to all, and members receive it. Without sites
     the sum over groups is formed at once; it is the same."""
     formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
-    bare = [part.column for part in formula.parts[0 if binomial else 1 :] if part.column is not None]
-    kinds = members.asks(ColumnKinds(tuple(dict.fromkeys(bare))), {})
+    kinds = members.asks(ColumnKinds(columns_in(formula, groups.study.family)), {})
     groups.kinds = kinds
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None

@@ -19,17 +19,19 @@ from fedpop.federation.participation import Said
 from fedpop.federation.table_format import MINIMUM
 from fedpop.files import write_json
 from fedpop.message import Choice
-from fedpop.mixed import sampled, scored
+from fedpop.mixed import private, sampled, scored
 from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.design import Wanted
 from fedpop.mixed.engine import Engine, Estimates
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.gaussian import GaussianEngine
-from fedpop.mixed.groups import Groups, agreed, coordinates
+from fedpop.mixed.groups import Groups, agreed, columns_in, coordinates
 from fedpop.mixed.laplace import LaplaceEngine
 from fedpop.mixed.quadrature import quadrature
-from fedpop.mixed.study import SITE, FormulaStudy
+from fedpop.mixed.study import SITE, ColumnKinds, FormulaStudy
 from fedpop.mixed.summary import out_of_proportion, rank_deficient
 from fedpop.mixed.table import MISSING, NA, Rows, as_frame, pandas, read_file
+from fedpop.privacy.gaussian import Gaussian
 from fedpop.run.members import LocalMembers, Members
 
 METHODS = ("ML", "REML")
@@ -58,6 +60,7 @@ def mixed_model(
     rounds: int | None = None,
     participation: Said = None,
     compressor: Choice = "identity",
+    privacy: Gaussian | None = None,
     **unknown: Any,
 ) -> MixedFit:
     """Fit a linear or generalised linear mixed model; levels of its outermost factor are clients.
@@ -97,6 +100,9 @@ def mixed_model(
         participation: Who takes part in a round, as in ``fp.fit``; None (the default) is everyone.
         compressor: Of what is sent, one of ``fp.compressors`` or its name; "identity" (the default) is
             none.
+        privacy: ``fp.privacy.Gaussian(epsilon=4, delta=1e-6)`` has estimates and their errors say little of
+            the rows of any one group, by the sampled engine; columns are taken as they are. None (the
+            default) for none.
 
     >>> import fedpop as fp
     >>> days = [0, 1, 2, 3] * 3
@@ -125,9 +131,10 @@ def mixed_model(
         "rounds": rounds,
         "participation": participation,
         "compressor": compressor,
+        "privacy": privacy,
         **unknown,
     }
-    chains = sampled.SampledSettings(seed, rounds, participation, compressor)
+    chains = sampled.SampledSettings(seed, rounds, participation, compressor, privacy)
     method = method_of(method, unknown)
     settings = FitSettings(method, levels or {}, min_count, engine, chains, contrasts or {})
     require(Annotated[str, OneOf(*MISSING)], missing=missing)
@@ -205,6 +212,9 @@ class FitSettings:
     def engine_for(self, study: FormulaStudy) -> str:
         """Which engine ``auto`` stands for, or why this formula cannot be fitted so."""
         partial = self.chains.partial
+        if self.chains.privacy is not None:
+            private.check_private(study, self.engine, self.method, self.chains)
+            return "sampled"
         if self.method == "REML" and not study.family.gaussian:
             raise SettingsError(f"REML is for gaussian models; a {study.family.name} model is fitted by ML")
         if self.engine == "exact" and partial:
@@ -240,6 +250,8 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
             "engine='exact', everyone and no compressor"
         )
     groups = Groups(members, study)
+    if settings.chains.privacy is not None:
+        return _private(groups, settings, started)
     units, sums, design = coordinates(
         groups, agreed(groups, settings.levels, settings.min_count, settings.contrasts)
     )
@@ -267,6 +279,20 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
     if members.federation is None and fit.laws.name != "none":
         _ = fit.near  # what degrees of freedom are made of, while everyone is there to be asked
     return fit
+
+
+def _private(groups: Groups, settings: FitSettings, started: float) -> MixedFit:
+    """The fit under differential privacy, where nothing is asked beside noised sums."""
+    formula, given = groups.study.formula, frozenset(settings.levels)
+    names = groups.members.asks(ColumnKinds(columns_in(formula, groups.study.family)), {})
+    wanted = Wanted.of(formula, names.named)
+    scaled = (*(part.text for part in wanted.scaled), *(call.text for call in wanted.bases))
+    private.check_columns(wanted.categorical, scaled, given)
+    design = agreed(groups, settings.levels, 1, settings.contrasts)
+    units, design = private.plain_coordinates(groups, design)
+    outcome, engine = private.fitted(groups, units, settings.chains)
+    seconds = time.perf_counter() - started
+    return MixedFit(design, units, groups, engine, outcome, settings.method, settings.chains.seed, seconds)
 
 
 def refitted(fit: MixedFit, groups: Groups) -> MixedFit:

@@ -38,6 +38,7 @@ from fedpop.models.likelihoods import Normal as NormalNoise
 from fedpop.models.weighted import Weighted
 from fedpop.population import Population
 from fedpop.priors import Normal
+from fedpop.privacy.gaussian import Gaussian
 from fedpop.run.simulate import fit as run
 from fedpop.server import scoring
 
@@ -82,6 +83,7 @@ class SampledSettings:
     rounds: int | None = None
     participation: Said = None
     compressor: Choice = "identity"
+    privacy: Gaussian | None = None
 
     @property
     def rule(self) -> Participation | None:

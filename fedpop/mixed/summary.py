@@ -101,6 +101,8 @@ def _sentence(words: str) -> str:
 
 
 def _criteria(fit: MixedFit) -> list[str]:
+    if math.isnan(fit.log_likelihood):
+        return [f"logLik {fit.outcome.log_likelihood_method}"]
     if fit.method == "REML":
         return [f"REML criterion at convergence: {-2 * fit.log_likelihood:.1f}"]
     numbers = (fit.aic, fit.bic, fit.log_likelihood, -2 * fit.log_likelihood)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedpop.checked import Checked, Fraction, OneOf, Positive, Range
-from fedpop.errors import FedpopWarning, PrivacyError, warn_user
+from fedpop.errors import FedpopWarning, PrivacyError, SettingsError, warn_user
 
 AGAINST = ("readers", "server")
 BITS_SHARE = 0.01
@@ -48,7 +48,7 @@ class Gaussian(Checked):
         quantile: The share of units whose gradient is to be inside the bound, which follows; 0.5 by default,
             None keeps the bound as it is.
         against: Whom ``epsilon`` is about: "readers" of theta (the default), who do not know which units took
-            part, or the "server", which does.
+            part, or the "server", which does, and must not see single messages: with secure sums.
         insecure_seed: For tests only: noise from this seed protects nobody who knows it.
 
     >>> Gaussian(epsilon=4).delta
@@ -82,6 +82,27 @@ class Gaussian(Checked):
             rest -= shares[SCORE]
         shares |= dict.fromkeys(others, rest / max(1, len(others)))
         return {name: sigma / math.sqrt(share) for name, share in shares.items()}
+
+
+def gaussian_from(table: Mapping[str, Any], where: str, others: Sequence[str] = ()) -> Gaussian | None:
+    """What a ``[privacy]`` table of a settings file asks for; None where it names none of these settings.
+
+    >>> gaussian_from({"epsilon": 4, "secure": True}, "compare.toml", ("secure",)).epsilon
+    4.0
+    """
+    known = tuple(f.name for f in fields(Gaussian) if f.name != "insecure_seed")
+    for key in table:
+        if key not in (*known, *others):
+            raise SettingsError(
+                f"{where}, [privacy]: unknown setting {key!r}; known are {', '.join((*known, *others))}"
+            )
+    given: dict[str, Any] = {k: float(v) if type(v) is int else v for k, v in table.items() if k in known}
+    if given.get("quantile") is False:
+        given["quantile"] = None
+    try:
+        return Gaussian(**given) if given else None
+    except SettingsError as error:
+        raise type(error)(f"{where}, [privacy]: {error}") from error
 
 
 SCORE, BIT = "I", "bit."

@@ -3,10 +3,16 @@
 Two ledgers. Readers of theta do not know which units took part: a round is one Gaussian mechanism on a
 Poisson sample of them. The server knows it: for it a unit's rounds are those that it took part in, without
 amplification, and where it sees single messages there is no bound at all.
+
+Where sites add discrete noise the ledger goes by Renyi divergences: those of a discrete Gaussian are below
+those of the continuous one, at shifts by whole numbers, and so are those of mixtures of the two at whole
+orders. Its ``correction`` is how far log-densities of noises that were added are from that, c in all: a
+divergence of order a grows by c (2 a - 1) / (a - 1) at most.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +55,7 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
-def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float) -> float:
+def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float, correction: float = 0.0) -> float:
     """An upper bound of the same by Renyi divergences (Mironov et al., 2019), at no cost in every round.
 
     >>> renyi_epsilon(1.0, 0.01, 1000, 1e-5) > epsilon(1.0, 0.01, 1000, 1e-5)
@@ -58,7 +64,8 @@ def renyi_epsilon(sigma: float, share: float, rounds: int, delta: float) -> floa
     if rounds == 0:
         return 0.0
     accountant = library("dp_accounting.rdp.rdp_privacy_accountant", "privacy", _WHAT)
-    return float(accountant.compute_epsilon(ORDERS, rounds * _renyi(sigma, share), delta)[0])
+    more = correction * (2 * ORDERS - 1) / (ORDERS - 1)
+    return float(accountant.compute_epsilon(ORDERS, rounds * _renyi(sigma, share) + more, delta)[0])
 
 
 @lru_cache(maxsize=64)
@@ -80,14 +87,21 @@ def _event(accounting: Any, sigma: float, share: float) -> Any:
     return event if share >= 1 else accounting.PoissonSampledDpEvent(share, event)
 
 
-def affordable(budget: float, sigma: float, share: float, delta: float, most: int) -> int:
+Ledger = Callable[[float, float, int, float], float]
+"""epsilon of a multiplier, a share, rounds and delta."""
+
+
+def affordable(
+    budget: float, sigma: float, share: float, delta: float, most: int, by: Ledger | None = None
+) -> int:
     """How many rounds, ``most`` at most, stay within the budget."""
-    if epsilon(sigma, share, most, delta) <= budget:
+    by = by or epsilon
+    if by(sigma, share, most, delta) <= budget:
         return most
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        if epsilon(sigma, share, middle, delta) <= budget:
+        if by(sigma, share, middle, delta) <= budget:
             low = middle
         else:
             high = middle
@@ -95,10 +109,10 @@ def affordable(budget: float, sigma: float, share: float, delta: float, most: in
 
 
 @lru_cache(maxsize=256)
-def noise_for(budget: float, share: float, rounds: int, delta: float) -> float:
+def noise_for(budget: float, share: float, rounds: int, delta: float, by: Ledger | None = None) -> float:
     """The least multiplier, to a thousandth, with which so many rounds stay within the budget."""
-    low, high = 0.05, 1.0
-    while epsilon(high, share, rounds, delta) > budget:
+    by, low, high = by or epsilon, 0.05, 1.0
+    while by(high, share, rounds, delta) > budget:
         low, high = high, 2 * high
         if high > LARGEST_NOISE:
             raise PrivacyError(
@@ -106,7 +120,7 @@ def noise_for(budget: float, share: float, rounds: int, delta: float) -> float:
             )
     while high / low > 1 + RELATIVE_PRECISION:
         middle = (low * high) ** 0.5
-        if epsilon(middle, share, rounds, delta) > budget:
+        if by(middle, share, rounds, delta) > budget:
             low = middle
         else:
             high = middle

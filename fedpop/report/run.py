@@ -12,7 +12,7 @@ from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, json_lines, read_bytes, read_json, reading
 from fedpop.report import plots, terminal
 from fedpop.report.html import Figure, Page, Section, Sheet, write_page
-from fedpop.run.progress import human_bytes
+from fedpop.run.progress import human_bytes, privacy_words
 
 ESTIMATES = (
     "What is of all sites is shared; of what differs between sites the estimate is the mean over the "
@@ -139,6 +139,7 @@ def _rows(folder: Path, history: list[dict[str, Any]], elsewhere: Sequence[str])
         *([] if best is None else [("round returned", f"{best}, the best on validation data")]),
         *([] if verdict is None else [("theta", str(verdict["words"]))]),
         *((n.replace("_", " "), str(found["words"])) for n, found in after.items() if n not in elsewhere),
+        *([("privacy", privacy_words(last))] if last.get("epsilon") is not None else []),
         ("sent up", human_bytes(last["bytes_up"])),
         ("sent down", human_bytes(last["bytes_down"])),
         ("seconds", f"{last['seconds']:.1f}"),

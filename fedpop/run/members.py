@@ -108,6 +108,10 @@ class Members(ABC):
     def roster(self) -> Roster:
         """All units, among whom a rule draws."""
 
+    def messages(self, ids: Tensor) -> int:
+        """How many messages are added up where the units at these positions take part."""
+        return len(self.names_of(ids.tolist()))
+
     def names_of(self, ids: Iterable[int]) -> list[str]:
         """Names of the members at which the units at these positions are, each once."""
         return [self.names[i] for i in ids]
@@ -288,6 +292,9 @@ class LocalMembers(Members):
 
     def commit(self, entered: bool = True) -> None:
         self.sites.commit(entered)
+
+    def messages(self, ids: Tensor) -> int:
+        return self.sites.count(ids)
 
     def bytes_down(self, broadcast: Tensors, ids: Tensor) -> int:
         return self.sites.bytes_down(broadcast, ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,18 @@ def human_bytes(count: float) -> str:
     raise AssertionError
 
 
+def privacy_words(metrics: Mapping[str, Any]) -> str:
+    """Both ledgers in a line.
+
+    >>> privacy_words({"epsilon": 1.23, "epsilon_end": 4.0, "epsilon_server": "none: it sees each message"})
+    'epsilon 1.23 of 4 (server: none: it sees each message)'
+    """
+    server = metrics.get("epsilon_server")
+    server = f"{server:.3g}" if isinstance(server, float) else server
+    end = metrics.get("epsilon_end")
+    return f"epsilon {metrics['epsilon']:.3g}{'' if end is None else f' of {end:.3g}'} (server: {server})"
+
+
 class Bar:
     """One line per run."""
 
@@ -50,6 +62,8 @@ class Bar:
             parts.insert(0, f"loss {metrics['loss']:.3f}")
         if metrics.get("acceptance") is not None:
             parts.append(f"accept {metrics['acceptance']:.2f}")
+        if metrics.get("epsilon") is not None:
+            parts.append(privacy_words(metrics))
         parts.append(human_bytes(metrics["bytes_up"] + metrics["bytes_down"]))
         self._progress.update(self._task, completed=round, total=rounds, numbers="  ".join(parts))
 

@@ -85,8 +85,11 @@ class Run:
                 raise SettingsError("aggregate= looks at single messages: leave out secure and privacy")
             check_robust(algorithm)
         if settings.privacy is not None:
-            if settings.secure is not None:
-                raise PrivacyError("noise that sites add to secure sums is not offered; leave out secure")
+            if settings.secure is not None and not isinstance(members, Federation | LocalMembers):
+                raise PrivacyError(
+                    "noise that sites add to secure sums is offered on one machine only; across machines the "
+                    "server adds it to plain sums: leave out secure"
+                )
             algorithm = private_method(algorithm)
             check_callbacks(callbacks)
         choice = chosen(algorithm, settings.participation, waits)
@@ -107,7 +110,14 @@ class Run:
             )
         self.private: PrivateTotals | None = None
         if settings.privacy is not None:
-            given = terms(settings.privacy, settings.participation, members.roster, settings.rounds)
+            given = terms(
+                settings.privacy,
+                settings.participation,
+                members.roster,
+                settings.rounds,
+                settings.secure,
+                members.waits,
+            )
             self.private = PrivateTotals(given, algorithm, None if folder is None else folder / "privacy")
         # Every setting is checked by now: nothing is created for a run that cannot be.
         self.folder = None if folder is None else writable_folder(folder)
@@ -430,6 +440,7 @@ class Run:
         broadcast = method.broadcast(self.server) | self.usual
         if paced := role_of(method, Paced):
             broadcast |= paced.pace(self.round, facts)
+        sites = 0 if self.private is None else self.members.messages(active.ids)
         now = Round(
             self.round,
             broadcast,
@@ -438,11 +449,15 @@ class Run:
             weigh=self.settings.weigh_at_site,
             secure=self.settings.secure,
             robust=self.settings.aggregate,
-            private=self.settings.privacy,
+            private=None if self.private is None else self.private.round(method, broadcast, active, sites),
         )
-        total = self.members.round(method, now, active)
+        if self.private is not None and self.private.unopened(sites):
+            total = Total.of_nobody(self.members.units)
+        else:
+            total = self.members.round(method, now, active)
         if self.private is not None:
-            total = self.private.noised(total, method, broadcast, self.round)
+            roster = self.members.roster
+            total = self.private.noised(total, method, broadcast, self.round, active, roster, sites)
         self.server = method.server_round(self.server, total, facts, shared)
         self.members.commit()
         self.usual = dict(total.usual if self.private is None else self.private.bounds)
@@ -452,7 +467,7 @@ class Run:
         metrics: dict[str, Any] = {"round": self.round, "active": len(active.ids)}
         metrics |= method.metrics(self.server, total.numbers)
         metrics["left_out"] = self.members.names_of(total.left_out)
-        metrics |= self.members.metrics() if self.private is None else self.private.metrics()
+        metrics |= self.members.metrics() | ({} if self.private is None else self.private.metrics())
         if total.suspects:
             absurd = self.members.names_of(total.suspects)
             metrics |= {"out_of_proportion": absurd, "unbiased": False}

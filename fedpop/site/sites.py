@@ -315,7 +315,8 @@ class _RoundExchange(Exchange):
     ) -> None:
         self.sites, self.method, self.round, self.active = sites, method, round, active
         hidden, channel = round.secure is not None, method.channel
-        self.guard = guard_for(method, round.broadcast, messages, hidden)
+        # Norms are data: under privacy nothing looks at them.
+        self.guard = None if round.private else guard_for(method, round.broadcast, messages, hidden)
         if sites.sites is not None and not hidden and round.private is None:
             self.units_guard = units_guard_for(method, round.broadcast, len(active.ids))
         alone = sites.sites is None and sites.lost is None
@@ -326,7 +327,7 @@ class _RoundExchange(Exchange):
         self.remembered = () if remembers is None else remembers.remembered
         self.sending = Sending(
             channel, round.key, self.guard, round.weigh, method.plain_sums, encode, method.sends,
-            round.secure, messages, round.broadcast,
+            round.secure, messages, round.broadcast, round.private, round.number,
         )  # fmt: skip
 
     def weights_of(self, group: Tensor) -> Tensor:
@@ -350,7 +351,7 @@ class _RoundExchange(Exchange):
         private = self.round.private
         if private is None:
             return found
-        return (private_answer(self.method, answer, now.broadcast, private) for answer in found)
+        return (private_answer(self.method, answer, now.broadcast, private.adaptive) for answer in found)
 
     def settled(self, answer: Answer, local: Tensors, received: Tensor, seen: Tensors) -> Tensors:
         return settled_states(self.method, answer, local, received, seen)

@@ -23,7 +23,8 @@ from fedpop.message.declared import require_declared
 from fedpop.message.fixed_point import FixedPoint
 from fedpop.message.message import NAMED, PLAIN, only
 from fedpop.methods.base import Algorithm
-from fedpop.privacy.gaussian import BIT, SCORE, Gaussian, bound_of, bounded
+from fedpop.privacy.gaussian import BIT, SCORE, bound_of, bounded
+from fedpop.privacy.site_noise import PrivateRound
 
 Update = tuple[Tensor, Tensors]
 """Positions of units, and the states that they store from now on."""
@@ -81,17 +82,22 @@ class Sending:
     messages: int = 1
     """How many are added up."""
     broadcast: Tensors = field(default_factory=dict)
+    private: PrivateRound | None = None
+    """What a unit adds is bounded, and nothing shows whether it was fit to be sent."""
+    round: int = 0
 
     def sent(self, message: Message, weights: Tensor, examples: Tensor) -> Message:
         """What becomes of a message on its way."""
         require_declared(message, self.sends)
-        applied = weights if self.weigh else None
+        applied = weights if self.weigh and self.private is None else None  # there they are one
         encode = self.encode and self.secure is None
         message = self.channel.send(message, self.key, applied, self.plain, encode)
         if self.guard is not None:
             message = self.guard.held_back(message, examples)
         if self.secure is None:
             return message
+        if self.private is not None:
+            return self.secure.private_words(message, self.private, self.round, self.key)
         names = () if self.guard is None else self.guard.names
         return self.secure.words(message, weights, self.messages, names, self.broadcast, self.key)
 
@@ -131,10 +137,14 @@ class UnitMessages:
         rows, units, sizes, ids = answer.rows, cohort.units, cohort.sizes, self.group
         if rows is not None:
             units, sizes, weights, ids = units[rows], sizes[rows], weights[rows], ids[rows.cpu()]
-        message = self.exchange.sending.sent(Message.of(answer, units), weights, sizes)
+        message, hidden = Message.of(answer, units), self.exchange.sending.private is not None
+        if hidden:  # who is not fit adds zeros
+            vectors = {n: only(answer.good, v) for n, v in answer.vectors.items()}
+            message = replace(message, units=torch.ones_like(message.units), vectors=vectors)
+        message = self.exchange.sending.sent(message, weights, sizes)
 
         def settle(received: Tensor) -> None:
-            self._settle(answer, received, message)
+            self._settle(answer, received & answer.good if hidden else received, message)
 
         return Work(message, ids, None, answer.good, weights, sizes, answer.odd, settle)
 
@@ -209,7 +219,8 @@ class SiteMessage:
         if bool(odd.any()):
             self.numbers = added(self.numbers, {WITHHELD_UNITS: float(odd.sum())})
         weight = alike(weights, "take part with different probabilities")
-        count, device = int(good.sum()), good.device
+        device = good.device
+        count = len(good) if self.exchange.sending.private is not None else int(good.sum())
         named = {}
         for name, (of, each) in self.named.items():
             values = torch.cat(each)
@@ -246,16 +257,17 @@ class SiteMessage:
                 self.updates.append((group[good.cpu()], {n: v[good] for n, v in answer.local.items()}))
 
 
-def private_answer(method: Algorithm, answer: Answer, broadcast: Tensors, settings: Gaussian) -> Answer:
+def private_answer(method: Algorithm, answer: Answer, broadcast: Tensors, adaptive: bool) -> Answer:
     """An answer of which each unit's vectors are inside their bounds, and nothing else leaves."""
-    n, vectors = answer.vectors.get("n"), Tensors()
+    n, vectors, good = answer.vectors.get("n"), Tensors(), answer.good
     for name in method.private_sums:
         v = answer.vectors[name] if n is None else answer.vectors[name] / n.clamp(min=1)
         white = method.whitened(name, v, broadcast)
+        good = good & torch.isfinite(white).all(1)
         vectors[name], inside = bounded(white, bound_of(name, white.shape[1], broadcast))
-        if settings.quantile is not None and name != SCORE:
+        if adaptive and name != SCORE:
             vectors[BIT + name] = (inside.double() - 0.5).unsqueeze(1)
-    return replace(answer, vectors=vectors, cost={}, sums={}, named={})
+    return replace(answer, good=good, vectors=vectors, cost={}, sums={}, named={})
 
 
 def seen_by_server(message: Message, remembered: tuple[str, ...]) -> Tensors:
