@@ -318,6 +318,8 @@ def _what(requests: Mapping[str, tuple[int, Request]]) -> str:
     for _, request in requests.values():
         if request.kind == "train":
             return f"round {request.header['round'] + 1}"
+        if request.kind == "unmask":
+            return "opening a sum"
         return f"question {request.header['question']}" if request.kind == "ask" else "giving theta to all"
     return "nothing"
 
