@@ -25,17 +25,19 @@ from fedpop.run.run import Run, Settings
 from tests.flower.local_grid import LocalGrid
 from tests.flower.sites import deployment, enrol, same_bits, transport_on
 from tests.helpers import seeded
+from tests.methods.conformance import SHORT
 
 SITES = 5
 NEEDED = RoundTerms(sites=SITES, timeout=30.0)
 
 
-def sites(count: int = SITES, rows: int = 12) -> dict[str, fp.Client]:
-    """Sites of one unit each, with normal responses."""
+def sites(count: int = SITES, rows: int = 12, classes: bool = True) -> dict[str, fp.Client]:
+    """Sites of one unit each."""
     out, g = {}, torch.Generator().manual_seed(4)
     for i in range(count):
         x = torch.randn(rows, 3, generator=g)
-        out[f"s{i}"] = fp.Client(x, x.sum(1) + i + 0.1 * torch.randn(rows, generator=g))
+        y = x.sum(1) + i + 0.1 * torch.randn(rows, generator=g)
+        out[f"s{i}"] = fp.Client(x, y.round().long() % 3 if classes else y)
     return out
 
 
@@ -57,15 +59,18 @@ def secured(
     return LocalGrid(app, folders), SecureTerms(keyed(folders)), folders
 
 
-def method_of(name: str) -> Algorithm:
-    body, head = seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 1), 2)
-    return METHODS[name](fp.Composition(body, head, fp.likelihoods.Normal(0.5)))
+def method_of(name: str, classes: bool = True) -> Algorithm:
+    """A method on a small model in single precision."""
+    body, head = seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 3 if classes else 1), 2)
+    short = SHORT if name in ("FedSOUL", "FedSOUK") else {}
+    likelihood = "categorical" if classes else fp.likelihoods.Normal(0.5)
+    return METHODS[name](fp.Composition(body, head, likelihood), **short)
 
 
 def planned(
-    name: str, rounds: int, terms: SecureTerms, waits: RoundTerms = NEEDED, **more: Any
+    name: str, rounds: int, terms: SecureTerms, waits: RoundTerms = NEEDED, classes: bool = True, **more: Any
 ) -> Deployment:
-    return deployment(method_of(name), rounds, terms=waits, secure=terms, **more)
+    return deployment(method_of(name, classes), rounds, terms=waits, secure=terms, **more)
 
 
 def run_over(
@@ -75,15 +80,15 @@ def run_over(
     prepare: Callable[[LocalGrid], None] = lambda grid: None,
     **more: Any,
 ) -> tuple[fp.Population, LocalGrid]:
-    grid, terms, _ = secured(root / "sites")
+    grid, terms, _ = secured(root / "sites", sites(classes=more.get("classes", True)))
     prepare(grid)
     return run_deployment(planned(name, rounds, terms, **more), transport_on(grid)), grid
 
 
-def simulated(name: str, rounds: int = 3, lost: Any = None, data: Any = None) -> fp.Population:
+def simulated(name: str, rounds: int = 3, lost: Any = None, classes: bool = True) -> fp.Population:
     """The simulator's quantised sums, in which the same messages are lost."""
-    data = sites() if data is None else data
-    method, federation = copy.deepcopy(method_of(name)), fp.Federation.of(data)
+    data = sites(classes=classes)
+    method, federation = copy.deepcopy(method_of(name, classes)), fp.Federation.of(data)
     method = method.replace(model=method.model.asking_for("float32")).prepared(federation.example)
     each = {n: [n] for n in data}
     rule = usual_participation(method)

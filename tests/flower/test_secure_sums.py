@@ -20,6 +20,11 @@ def test_a_secure_run_is_the_simulators_to_the_bit(name: str, tmp_path: Path) ->
     same_theta(found, simulated(name))
 
 
+def test_so_is_the_exact_engine_whose_rounds_need_everyone(tmp_path: Path) -> None:
+    found, _ = run_over(tmp_path, "FedSOUL", classes=False)
+    same_theta(found, simulated("FedSOUL", classes=False))
+
+
 def lost(round: int, site: str) -> bool:
     return (round, site) in {(0, "s1"), (2, "s3")}
 
