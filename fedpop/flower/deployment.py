@@ -60,6 +60,8 @@ class Deployment:
     """Sums are secure, between these sites."""
 
     def __post_init__(self) -> None:
+        if self.secure is not None:
+            self.secure.check_quorum(self.terms.quorum)
         if self.secure is not None and self.settings.secure != self.secure.form:
             settings = replace(self.settings, secure=self.secure.form)
             object.__setattr__(self, "settings", settings)

@@ -311,7 +311,7 @@ class RemoteMembers(Members):
         """For whom it waits, and where they are."""
         if missing:
             return ", ".join(f"{n} ({self._where(n)})" for n in missing)
-        known = sorted({*self.sites, *self._before, *self.refused} - set(here))
+        known = sorted({*self.sites, *self._before, *self.refused, *self._transport.unconfirmed} - set(here))
         of = f" ({'; '.join(f'{n}: {self._where(n)}' for n in known)})" if known else ""
         return f"{least - len(here)} more site(s){of}"
 
@@ -319,6 +319,8 @@ class RemoteMembers(Members):
         """Why a site cannot be asked now."""
         if name in self._refused or name in self.refused:
             return f"it cannot take part: {(self._refused | self.refused)[name]}"
+        if name in self._transport.unconfirmed:
+            return self._transport.unconfirmed[name]
         if self._transport.busy(name):
             return "busy with an earlier request"
         if name in self._transport.sites and not self._ready(name):
@@ -641,8 +643,8 @@ class RemoteMembers(Members):
             raise type(error)(f"{error}{unlike}") from error
 
     def _secure_answers(self, asking: Asking[Any], requests: Mapping[str, Request]) -> Aggregated:
-        """Answers of which nothing is seen but the sum. Where vectors differ between sites everyone says first
-        what they are called."""
+        """Answers of which nothing is seen but the sum. Where vectors differ between sites everyone says
+        first what they are called."""
         assert self._secure is not None
         question, terms = asking.question, {"bits": self._secure.terms.form.bits, "messages": len(requests)}
         names: dict[str, tuple[str, int]] = {}

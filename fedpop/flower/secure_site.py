@@ -223,6 +223,11 @@ def trusted(folder: Path) -> dict[str, bytes] | None:
     return _listed(folder / TRUSTED)
 
 
+def offered(folder: Path) -> dict[str, bytes] | None:
+    """The list that a server offered last; None: none."""
+    return _listed(folder / OFFERED)
+
+
 def confirm(folder: Path, sites: Mapping[str, bytes]) -> None:
     """Somebody has compared this list's fingerprint."""
     write_sealed(folder / TRUSTED, {"sites": {n: key.hex() for n, key in sorted(sites.items())}})

@@ -1,4 +1,4 @@
-"""Small federations whose sums are secure, for the Grid in this process, and the simulator's run of the same."""
+"""Small federations whose sums are secure, on the Grid in this process; the simulator's run of the same."""
 
 from __future__ import annotations
 

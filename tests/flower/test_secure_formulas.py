@@ -1,4 +1,4 @@
-"""Mixed models over secure sums: what the plain ones find, and no sum that another one could be subtracted from."""
+"""Mixed models over secure sums: what the plain ones find, and no two sums whose difference tells."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_second_formula_after_somebody_joined_or_left_is_refused_by_every_site
     over(LocalGrid(app, first), "y ~ x + s + (1 | g)", terms, run="again")  # the same sites may
     for run, names in {"joined": folders, "left": NAMES[:3]}.items():
         there = {name: folders[name] for name in names}
-        with pytest.raises(EstimateError, match="differs by (zurich|west) only"):
+        with pytest.raises(EstimateError, match=r"differs by (zurich|west) only"):
             over(LocalGrid(app, there), "y ~ x + s + (1 | g)", terms, run=run)
     noted = [json.loads(line) for line in (folders["east"] / "secure" / "cohorts.jsonl").open()]
     assert [line["sites"] for line in noted] == [list(NAMES)]
