@@ -21,6 +21,7 @@ from fedpop.federation.participation import Everyone
 from fedpop.files import json_lines, read_bytes, read_json, writable_folder, write_bytes, write_json
 from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.secure_sums import SecureTerms
 from fedpop.flower.server_folder import FIT, OUTCOME, PRINTED
 from fedpop.flower.site import SiteExperiment, read_theta
 from fedpop.flower.site_records import SiteRecord
@@ -62,12 +63,16 @@ class FormulaDeployment:
     name: str = ""
     whom: Sequence[str] = ()
     """Sites that are waited for when it begins: those that are admitted, where ``begin`` says nothing."""
+    secure: SecureTerms | None = None
+    """Sums are secure, between these sites."""
 
     def __post_init__(self) -> None:
         if self.fit.engine_for(self.study) != "exact":
             raise SettingsError("across sites a formula is fitted by the exact engine, or by scoring steps")
         if not self.terms.waits and self.fit.method == "REML":
             raise SettingsError("REML needs everyone in every round: [sites] quorum = 1.0")
+        if not self.terms.waits and self.secure is not None:
+            raise SettingsError("a formula's secure sums need everyone who began: [sites] quorum = 1.0")
 
     @classmethod
     def of(
@@ -139,6 +144,8 @@ class FederatedMembers(JournaledMembers):
             deployment.terms,
             deployment.settings,
             before={name: SiteRecord() for name in known},
+            secure=deployment.secure,
+            folder=folder,
         )
         super().__init__(deployment.study, journal, self._sites)
 

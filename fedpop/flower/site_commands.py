@@ -72,6 +72,38 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     say(f"then: fedpop site join {root}")
 
 
+def trust(root: Path, given: str | None, say: Say) -> None:
+    """Say which list of sites there is; confirm it where its fingerprint was given."""
+    read_site(root)
+    secure = import_module("fedpop.flower.secure_site")
+    fingerprint = import_module("fedpop.privacy.secure").fingerprint
+    offered, confirmed = secure.offered(root), secure.trusted(root)
+    sites = confirmed if offered is None else offered
+    if sites is None:
+        raise SettingsError(
+            f"no server has offered a list of sites here yet: fedpop site join {root}, and look again"
+        )
+    for name in sorted(sites):
+        changed = " (changed)" if confirmed is not None and confirmed.get(name) != sites[name] else ""
+        say(f"{name}{changed}")
+    for name in sorted((confirmed or {}).keys() - sites.keys()):
+        say(f"{name} is no longer among them")
+    mark = fingerprint(sites)
+    say(f"fingerprint: {mark}")
+    if given is not None:
+        if given.replace(" ", "").lower() != mark.replace(" ", ""):
+            raise SettingsError(
+                "the fingerprint is another one: do not take part, and ask the server's operator"
+            )
+        secure.confirm(root, sites)
+        say("confirmed: this site takes part in secure sums between these sites, and answers nothing else")
+    elif sites == confirmed:
+        say("confirmed")
+    else:
+        say("not confirmed: ask the server's operator, and other sites, for theirs; if it is the same")
+        say(f'  fedpop site trust {root} --fingerprint "{mark}"')
+
+
 def checked_data(data: str, site: str, folder: Path | None = None, table: TableFormat | None = None) -> str:
     """Where data are, whatever folder the node is started in; there must be some."""
     if not _plain_table(Path(data)):
