@@ -802,16 +802,6 @@ TABLES: Mapping[str, Rows] = {
                 NOT_MEASURED,
             ),
         },
-        "mixed/outliers.py": {
-            "UNUSUAL_TIMES": (
-                "times the median length of effects at which a group is named",
-                "of a million groups with one normal effect the largest is about 60",
-            ),
-            "LEAST_SHARE_LEFT": (
-                "share of the largest variance below which a direction of effects is not judged",
-                "derived: rounding of eigenvalues, with room",
-            ),
-        },
         "mixed/profile.py": {
             "MOST_PROFILE_POINTS, MOST_PROFILE_STEPS": (
                 "points on the way to an interval's end, and Newton steps to one, after which there is none",
@@ -869,6 +859,14 @@ TABLES: Mapping[str, Rows] = {
             "BOUNDARY_VARIANCE": ("a correlation that is at one", NOT_MEASURED),
         },
         "mixed/fit.py": {
+            "UNUSUAL_TIMES": (
+                "times the median length of effects at which a group is named",
+                "of a million groups with one normal effect the largest is about 60",
+            ),
+            "LEAST_SHARE_LEFT": (
+                "share of the largest variance below which a direction of effects is not judged",
+                "derived: rounding of eigenvalues, with room",
+            ),
             "INTERVAL_THETAS": ("draws of θ behind intervals that include its uncertainty", NOT_MEASURED),
             "THETA_PROPOSALS": ("values that these are chosen from", NOT_MEASURED),
             "EFFECT_DRAWS_PER_THETA": ("draws of a group's effects for each", NOT_MEASURED),
