@@ -1008,7 +1008,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/remote.py": "QUIET_SECONDS, GREETED_SECONDS",
             "flower/server_commands.py": "RUN_TRIES",
             "flower/trackers.py": "RETRY_SECONDS",
-            "flower/site_commands.py": "ROWS_LOOKED_AT",
+            "flower/table_form.py": "ROWS_LOOKED_AT",
             "precision.py": "LONGEST_PROBE",
         },
     ),

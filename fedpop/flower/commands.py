@@ -61,6 +61,7 @@ def init(
     family: Text = None,
     method: Text = None,
     weights: Text = None,
+    sites: int = 0,
 ) -> None:
     """Make a federation's folder: an app of Flower's, settings, an authority and the server's certificate.
 
@@ -74,9 +75,10 @@ def init(
         family: Of its response, as in fedpop fit.
         method: ML or REML.
         weights: A column, or an expression of columns.
+        sites: How many there will be; with four or more their sums are secure.
     """
     about = _formula(formula, family, method, weights)
-    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say, about)
+    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say, about, sites)
 
 
 @server.command
@@ -266,6 +268,19 @@ def key(folder: Positional[Path], make: bool = False, take: File = None) -> None
     """
     os.umask(OTHERS_MASK)
     _of("site_folder").common_key(folder, make, take, _say)
+
+
+@site.command
+def trust(folder: Positional[Path], fingerprint: Text = None) -> None:
+    """The list of sites between which sums are secure, as the server offered it last; this site takes part
+    once somebody has confirmed it, and again when it changes.
+
+    Args:
+        folder: The site's folder.
+        fingerprint: Of the list, as the server's operator or another site says it: confirms the list.
+    """
+    os.umask(OTHERS_MASK)
+    _of("site_commands").trust(folder, fingerprint, _say)
 
 
 @site.command(name="check")

@@ -21,6 +21,7 @@ from fedpop.federation.participation import Everyone
 from fedpop.files import json_lines, read_bytes, read_json, writable_folder, write_bytes, write_json
 from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.remote import RemoteMembers, RoundTerms
+from fedpop.flower.secure_sums import SecureTerms
 from fedpop.flower.server_folder import FIT, OUTCOME, PRINTED
 from fedpop.flower.site import SiteExperiment, read_theta
 from fedpop.flower.site_records import SiteRecord
@@ -72,6 +73,8 @@ class FormulaDeployment:
     """Profile intervals are found, too."""
     bootstrap: int = 0
     """Parametric replicates, which sites draw from their own rows."""
+    secure: SecureTerms | None = None
+    """Sums are secure, between these sites."""
 
     def __post_init__(self) -> None:
         if self.profile and self.fit.method == "REML":
@@ -84,6 +87,8 @@ class FormulaDeployment:
             raise SettingsError("across sites a formula is fitted by the exact engine, or by scoring steps")
         if not self.terms.waits and self.fit.method == "REML":
             raise SettingsError("REML needs everyone in every round: [sites] quorum = 1.0")
+        if not self.terms.waits and self.secure is not None:
+            raise SettingsError("a formula's secure sums need everyone who began: [sites] quorum = 1.0")
 
     @classmethod
     def of(
@@ -178,6 +183,8 @@ class FederatedMembers(JournaledMembers):
             deployment.terms,
             deployment.settings,
             before={name: SiteRecord() for name in known},
+            secure=deployment.secure,
+            folder=folder,
         )
         super().__init__(deployment.study, journal, self._sites)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from scipy.stats import chi2
+from scipy import special
 from torch import Tensor
 
 from fedpop.errors import FedpopWarning, PrivacyError, warn_user
@@ -144,8 +144,8 @@ def check_columns(categorical: tuple[str, ...], scaled: tuple[str, ...], given: 
             )
     if scaled:
         raise PrivacyError(
-            f"{scaled[0]} is made by moments of the data, or by their places, which no budget covers: use constants, as in "
-            "I((x - 40) / 10)"
+            f"{scaled[0]} is made by moments of the data, or by their places, which no budget covers: "
+            "use constants, as in I((x - 40) / 10)"
         )
 
 
@@ -362,7 +362,7 @@ def scored(rounds: Rounds, x: Tensor) -> tuple[Tensor, Tensor, float]:
     noise = rounds.sigma["information"] * asked.information / rounds.q / math.sqrt(FOUND_IN)
     values, vectors = torch.linalg.eigh(found / units)
     white = vectors * values.clamp(min=max(2 * noise / units, 1e-9)).rsqrt()
-    reach = SCORE_REACH * math.sqrt(chi2.ppf(0.999, size))
+    reach = SCORE_REACH * math.sqrt(special.chdtri(size, 0.001))
     asked = Asked(x, white, reach, INFORMATION_REACH * math.sqrt(size))
     total, scores, at, inside_sum = torch.zeros_like(found), list[Tensor](), list[Tensor](), 0.0
     for k in range(SCORED_ROUNDS):
