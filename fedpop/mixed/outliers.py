@@ -19,10 +19,10 @@ from fedpop.mixed.nesting import spans
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
 
-UNUSUAL = 300.0
+UNUSUAL_TIMES = 300.0
 """Times the median at which a group is named. Of a million groups with one normal effect the largest is
 about 60."""
-LEAST_VARIANCE = 1e-9
+LEAST_SHARE_LEFT = 1e-9
 """Of the largest, below which a direction of the effects says nothing."""
 
 
@@ -34,7 +34,7 @@ def unusual_groups(fit: MixedFit) -> list[str]:
         length = standardised(mean, cov, fit.covariance[span, span])
         some = length[length > 0]
         if len(some) >= MESSAGES_FOR_A_MEDIAN:
-            out = (length > UNUSUAL * some.median()).nonzero().squeeze(1).tolist()
+            out = (length > UNUSUAL_TIMES * some.median()).nonzero().squeeze(1).tolist()
             found += [f"{factor} {names[i]!r}" for i in out]
     return found
 
@@ -45,4 +45,6 @@ def standardised(mean: Tensor, cov: Tensor, total: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(total - cov)
     most = float(total.diagonal().max())
     turned = (vectors.mT @ mean.unsqueeze(-1)).squeeze(-1)
-    return torch.where(values > LEAST_VARIANCE * most, turned.square() / values.clamp(min=1e-300), 0.0).sum(1)
+    return torch.where(values > LEAST_SHARE_LEFT * most, turned.square() / values.clamp(min=1e-300), 0.0).sum(
+        1
+    )
