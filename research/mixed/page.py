@@ -106,10 +106,8 @@ def nested(results: Results) -> Sheet:
             found = results.of(run.setting_of(task), method)
             cells = [_cell(values(found, m), m) for m in NESTED_MEASURES]
             cost = f"{mean(values(found, 'rounds', 'cost')):.0f}", f"{mean(values(found, 'cpu')):.2f}"
-            rows += (
-                [(task.data.removeprefix("nested/"), task.formula, method, *cells, *cost)] if found else []
-            )
-    return Sheet(("data", "model", "method", *titles, "rounds", "cpu s"), rows)
+            rows += [(task.data.removeprefix("nested/"), method, *cells, *cost)] if found else []
+    return Sheet(("data", "method", *titles, "rounds", "cpu s"), rows)
 
 
 def units(results: Results) -> Sheet:

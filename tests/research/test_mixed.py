@@ -76,7 +76,7 @@ def test_jobs_make_records_that_a_page_is_made_of(tmp_path):
     EXPERIMENT.write(results)
     text = (tmp_path / "results.md").read_text()
     assert "| sleepstudy | exact | 1 |" in text
-    assert f"| pastes | {run.NESTED[0].formula} | REML |" in text
+    assert "| pastes | REML |" in text
     assert "partial pooling" in (tmp_path / "report.html").read_text()
     assert RADON.formula in str(results.settings())
 
