@@ -23,7 +23,7 @@ from fedpop.flower.secure_site import MASKED, UNMASKED
 from fedpop.flower.transport import Enough, Transport
 from fedpop.message import Aggregate, Guard, Message, Tensors, Total
 from fedpop.message.fixed_point import FixedPoint, learned
-from fedpop.message.summed import Form, summed
+from fedpop.message.summed import SumForm, summed
 from fedpop.privacy import secure
 from fedpop.privacy.secure import Attempt, Masked, Mode, Offer, Policy
 
@@ -311,7 +311,7 @@ def _read(
             if payload is None:
                 raise PayloadError("it sent no masked words")
             found[name] = secure.read(payload.data, attempt, name)
-            if found[name].layout != Form.of(found[name].about).layout:
+            if found[name].layout != SumForm.of(found[name].about).layout:
                 raise PayloadError("its words are not of the form that it says")
         except (PayloadError, SecureSumError) as error:
             found.pop(name, None)
@@ -331,7 +331,7 @@ def _alike(
 
 
 def _message(words: bytes, replies: Mapping[str, Masked]) -> Message:
-    form = Form.of(next(iter(replies.values())).about)
+    form = SumForm.of(next(iter(replies.values())).about)
     found = summed(words, form, len(replies))
     return replace(
         found, bytes=sum(len(m.words) + sum(map(len, m.shares.values())) for m in replies.values())
