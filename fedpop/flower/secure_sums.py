@@ -108,6 +108,10 @@ class SecureSums:
         there = self._transport.sites
         return tuple(Offer.of(there[n].header["offer"]) for n in sorted(names) if n in there)
 
+    def _same(self, name: str, attempt: Attempt) -> bool:
+        """A site is in the session in which it was asked."""
+        return self._offers([name]) != () and self._offers([name])[0] in attempt.offers
+
     def _attempt(
         self, kind: str, index: int, mode: Mode, requests: Mapping[str, Request], sharing: int
     ) -> Attempt:
@@ -186,7 +190,8 @@ class SecureSums:
             left = end - self._transport.now()
             if not away or left <= 0 or not back(away, left):
                 break
-            more = {n: asked[n] for n in away}
+            if not (more := {n: asked[n] for n in away if self._same(n, attempt)}):
+                break
             replies |= self._transport.send(more, max(end - self._transport.now(), 1.0), closed)
             reasons = {n: why for n, why in reasons.items() if n not in away} | self._transport.reasons
         return _read(attempt, replies, asked, reasons), reasons
@@ -217,6 +222,7 @@ class SecureSums:
             left = end - self._transport.now()
             if len(found) < least and missing and (left <= 0 or not back(missing, left)):
                 break
+            missing = {n for n in missing if self._same(n, attempt)}
         for name, why in sorted(self._transport.reasons.items()):
             log.warning("%s did not unmask: %s", name, why)
         return {n: m.payloads[UNMASKED].data for n, m in found.items() if UNMASKED in m.payloads}
