@@ -26,6 +26,7 @@ from fedpop.flower.server_settings import SECURE, deployment, deployment_of
 from fedpop.flower.site import DESCRIPTION, MODEL, Site, open_site, study_from
 from fedpop.flower.site_folder import read_toml
 from fedpop.flower.site_records import SiteRecord, roster_of_sites
+from fedpop.flower.table_form import form_changes
 from fedpop.message.declared import NUMBERS, VECTORS
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.groups import agreed as agreed_on
@@ -96,7 +97,7 @@ def check_deployment(deployment: Deployment | FormulaDeployment, folder: Path, s
     return [f"method {type(method).__name__}{engine}", *words]
 
 
-def check_formula(about: Mapping[str, str], name: str) -> None:
+def check_formula(about: Mapping[str, str | int], name: str) -> None:
     """Raise where a formula, its family or its method cannot be used."""
     FormulaDeployment.of("check", about, 0, RoundTerms(), name)
 
@@ -185,6 +186,8 @@ def site_check(root: Path, federation: Path | None, say: Say) -> None:
     site = open_site(root.absolute())
     place = site.data
     say(f"site {site.name}: its data are {place.where}")
+    for words in form_changes(site.folder, place.where, place.table):
+        say(f"  {words}")
     require_some(place.where, site.name, site.folder, site.table)
     afterwards: Asked = ()
     if federation is not None and isinstance(about := _deployment_in(federation), FormulaDeployment):

@@ -43,6 +43,7 @@ from fedpop.flower.requests import (
 from fedpop.flower.secure_site import MASKED, TRUSTED, SecureSite, sealed, topic_of, trusted
 from fedpop.flower.site_folder import SETTINGS, read_common_key, read_secret, read_site
 from fedpop.flower.site_state import SiteState
+from fedpop.flower.table_form import form_changes
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
 from fedpop.message.fixed_point import FixedPoint
@@ -173,6 +174,9 @@ class Site:
         stamp = stamp_of(self.where) if self.lasting else None
         found = self.at_hand.get(name)
         if found is None or anew or found.stamp != stamp:
+            if anew if found is None else found.stamp != stamp:
+                for words in form_changes(self.folder, self.where, self.table):
+                    log.warning("the data: %s", words)
             found = SiteExperiment(self, name, stamp)
             self.at_hand.clear()
             if self.lasting:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from fedpop.errors import PrivacyError, warn_user
@@ -125,7 +124,9 @@ def most_often(share: float, rounds: int, units: int) -> int:
     >>> most_often(1.0, 40, 100), most_often(0.1, 400, 1000)
     (40, 68)
     """
-    return min(rounds, int(binom.isf(TOO_OFTEN / units, rounds, share))) if share < 1 else rounds
+    from scipy import stats  # takes a second, and 50 MB
+
+    return min(rounds, int(stats.binom.isf(TOO_OFTEN / units, rounds, share))) if share < 1 else rounds
 
 
 def private_method(method: Algorithm) -> Algorithm:
