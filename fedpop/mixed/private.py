@@ -144,8 +144,8 @@ def check_columns(categorical: tuple[str, ...], scaled: tuple[str, ...], given: 
             )
     if scaled:
         raise PrivacyError(
-            f"{scaled[0]} is made by moments of the data, or by their places, which no budget covers: use constants, as in "
-            "I((x - 40) / 10)"
+            f"{scaled[0]} is made by moments of the data, or by their places, which no budget covers: use "
+            "constants, as in I((x - 40) / 10)"
         )
 
 
