@@ -18,16 +18,19 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
-import numpy as np
-
 LARGEST_COUNT = 2**31 - 1
 """Of whole numbers that count something, unless a range says otherwise."""
 
 
 def is_array(value: Any) -> bool:
-    """Whether this is an array or a tensor; where torch is not imported nothing is a tensor."""
-    torch = sys.modules.get("torch")
-    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
+    """Whether this is an array or a tensor."""
+    return _of(value, "numpy", "ndarray") or _of(value, "torch", "Tensor")
+
+
+def _of(value: Any, package: str, kind: str) -> bool:
+    """Where a package is not imported nothing is of its kinds: commands that need none stay small."""
+    module = sys.modules.get(package)
+    return module is not None and isinstance(value, getattr(module, kind))
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Kind:
 def kind_of(hint: Any, marks: tuple[Any, ...] = ()) -> Kind:
     """The reader of one annotation.
 
+    >>> import numpy as np
     >>> kind_of(int).read(np.int64(3)), kind_of(tuple[float, float]).read([1, 2])
     (3, (1.0, 2.0))
     """
@@ -130,7 +134,7 @@ def kind_of(hint: Any, marks: tuple[Any, ...] = ()) -> Kind:
     if hint is str and (words := next((m.words for m in marks if isinstance(m, OneOf)), None)):
         return _word(words)
     if hint is bool:
-        return _made_by(lambda v: bool(v) if isinstance(v, bool | np.bool_) else v, bool, "True or False")
+        return _made_by(lambda v: bool(v) if _of(v, "numpy", "bool_") else v, bool, "True or False")
     if hint is str:
         return _made_by(lambda v: v, str, "a text")
     if hint is type(None):

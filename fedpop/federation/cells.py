@@ -23,16 +23,12 @@ import numpy.typing as npt
 
 from fedpop.errors import DataError, ScaleError, SchemaError
 from fedpop.federation.clients import SPLITS
+from fedpop.federation.table_format import NOTHING, number_in
 
 OTHER = "(other)"
 """The level of all names that were too rare to be sent."""
 LARGEST = float(np.finfo(np.float32).max)
 DROP, ERROR = "drop", "error"
-NOTHING = frozenset(
-    {"", "NA", "N/A", "n/a", "<NA>", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "None", "NaN", "nan"}
-    | {"-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
-)
-"""What stands for a missing value where its row is dropped: as pandas reads tables, and so formulas."""
 SHOWN_VALUES = 5
 """Of the values of bad cells, to whom they belong."""
 SCALE_TOLERANCE = 100.0
@@ -82,7 +78,7 @@ class Columns:
     def parsed(self, column: str) -> Numbers:
         """A column of numbers, NaN where there is none."""
         if column not in self._numbers:
-            cells = [_number(text, self.decimal) for text in self[column]]
+            cells = [number_in(text, self.decimal) for text in self[column]]
             self._numbers[column] = np.array(cells, dtype=np.float64)
         return self._numbers[column]
 
@@ -106,16 +102,6 @@ class Columns:
             row, agreed = found.index(None), ", ".join(levels)
             raise self.wrong(column, row, f"a level that is not one of {agreed}", f"none of {agreed}")
         return np.array(found, dtype=np.int64)
-
-
-def _number(text: str, decimal: str) -> float:
-    # What Python alone takes for a number, 1_000, is somebody's mistake in a table.
-    if not text.isascii() or "_" in text or (decimal != "." and "." in text):
-        return math.nan
-    try:
-        return float(text.replace(decimal, "."))
-    except ValueError:
-        return math.nan
 
 
 # --- what is wrong -------------------------------------------------------------------------------

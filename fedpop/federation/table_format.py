@@ -1,8 +1,10 @@
-"""How tables are written, and from how many rows a level of theirs is sent: settings, read without torch."""
+"""How tables are written, what of a cell is a number, and from how many rows a level is sent: read without
+torch."""
 
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +12,11 @@ from fedpop.errors import SettingsError
 
 MINIMUM = 5
 """Rows at a site below which a level is not sent by its name."""
+NOTHING = frozenset(
+    {"", "NA", "N/A", "n/a", "<NA>", "#N/A", "#N/A N/A", "#NA", "NULL", "null", "None", "NaN", "nan"}
+    | {"-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
+)
+"""What stands for a missing value where its row is dropped: as pandas reads tables, and so formulas."""
 
 
 @dataclass(frozen=True)
@@ -45,3 +52,14 @@ class TableFormat:
 
 
 USUAL_TABLE = TableFormat()
+
+
+def number_in(text: str, decimal: str) -> float:
+    """The number that a cell holds; NaN where there is none."""
+    # What Python alone takes for a number, 1_000, is somebody's mistake in a table.
+    if not text.isascii() or "_" in text or (decimal != "." and "." in text):
+        return math.nan
+    try:
+        return float(text.replace(decimal, "."))
+    except ValueError:
+        return math.nan

@@ -2,6 +2,7 @@
 
 requests, records  requests, replies and refusals; their form as Flower's records
 site, site_state   what a site does with a request, and the file that stores its units' states
+table_form         what its table looked like when it was enrolled
 transport          requests and replies over a Grid, with deadlines
 node               a site's process: Flower's fleet protocol in front of the site
 door, link         the server's process: what admitted sites reach, and the Grid of the run behind it

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -95,6 +96,15 @@ def key_bytes(path: Path) -> bytes:
     check_public_key(path)
     key = serialization.load_ssh_public_key(path.read_bytes().strip())
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def list_of_sites(folder: Path) -> dict[str, bytes]:
+    """Admitted sites with their keys, as secure sums go by them."""
+    found, point_of = {}, import_module("fedpop.privacy.secure").point_of  # which brings torch
+    for path in sorted(folder.glob("*.pub")):
+        check_public_key(path)
+        found[path.stem] = point_of(serialization.load_ssh_public_key(path.read_bytes().strip()))
+    return found
 
 
 def fingerprint(key: bytes) -> str:

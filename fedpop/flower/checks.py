@@ -20,16 +20,19 @@ from fedpop.flower.deployment import Deployment
 from fedpop.flower.formulas import FormulaDeployment
 from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
 from fedpop.flower.remote import RoundTerms
+from fedpop.flower.secure_sums import SecureTerms
 from fedpop.flower.server_folder import FEDERATION, ServerFolder
-from fedpop.flower.server_settings import deployment, deployment_of
+from fedpop.flower.server_settings import SECURE, deployment, deployment_of
 from fedpop.flower.site import DESCRIPTION, MODEL, Site, open_site, study_from
 from fedpop.flower.site_folder import read_toml
 from fedpop.flower.site_records import SiteRecord, roster_of_sites
+from fedpop.flower.table_form import form_changes
 from fedpop.message.declared import NUMBERS, VECTORS
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.groups import agreed as agreed_on
 from fedpop.mixed.model import fitted_over
 from fedpop.models.base import Model
+from fedpop.privacy.secure import Policy, fingerprint
 from fedpop.questions.forms import agreed, scales_of
 from fedpop.run.journal import Journal, JournaledMembers
 from fedpop.run.members import LocalMembers
@@ -38,6 +41,8 @@ from fedpop.site.study import SiteData, Survey, Training
 Say = Callable[[str], None]
 Asked = tuple[str, ...]
 """What is asked after the last round."""
+FEWEST = Policy().minimum_sites
+"""Sites that secure sums are over, at least."""
 UNKNOWN_LEVELS = 2
 """Levels that a column of names is taken to have until sites say."""
 LISTED_VECTORS = 12
@@ -92,7 +97,7 @@ def check_deployment(deployment: Deployment | FormulaDeployment, folder: Path, s
     return [f"method {type(method).__name__}{engine}", *words]
 
 
-def check_formula(about: Mapping[str, str], name: str) -> None:
+def check_formula(about: Mapping[str, str | int], name: str) -> None:
     """Raise where a formula, its family or its method cannot be used."""
     FormulaDeployment.of("check", about, 0, RoundTerms(), name)
 
@@ -105,7 +110,13 @@ def check_folder(folder: ServerFolder) -> None:
 def server_check(root: Path, say: Say) -> None:
     """Method, model, settings and schema, before anybody is asked."""
     folder = ServerFolder(root.absolute())
-    admitted, run = folder.names, deployment(folder)
+    admitted = folder.names
+    asked = folder.settings.get("privacy", {}).get("secure", False) is not False
+    if asked and len(admitted) < FEWEST:
+        about = dict(folder.settings) | {"privacy": without_secure(folder.settings["privacy"])}
+        run = deployment_of(folder.app / FEDERATION, about, "check")
+    else:
+        run = deployment(folder)
     words = check_deployment(run, folder.app, admitted)
     settings, terms = run.settings, run.terms
     say(f"{folder.settings.get('name', 'federation')}: the settings can be used")
@@ -120,8 +131,32 @@ def server_check(root: Path, say: Say) -> None:
         least = f"each of {terms.sites} site(s) at least"
         say(f"  {rounds}, {least}, closed by {quorum}, or by {terms.timeout:g} s")
     say(f"  admitted: {', '.join(admitted) or 'nobody yet'}")
+    if run.secure is not None:
+        for line in secure_words(run.secure):
+            say(f"  {line}")
+    elif asked:
+        say(f"  sums are secure once {FEWEST} sites or more are admitted; over fewer they are refused")
     if len(admitted) < terms.first:
         say(f"  the run begins with {terms.first} site(s), and {len(admitted)} are admitted")
+
+
+def secure_words(terms: SecureTerms) -> list[str]:
+    """What secure sums are between."""
+    sites = len(terms.admitted)
+    least = terms.threshold(sites)
+    words = [
+        f"sums are secure: nobody sees one site's; {least} of {sites} sites must be heard",
+        f"the list's fingerprint, for fedpop site trust: {fingerprint(terms.admitted)}",
+    ]
+    if least == sites:
+        words.append(
+            f"warning: with {sites} sites a lost one stops the run until it is back; four can lose one"
+        )
+    return words
+
+
+def without_secure(privacy: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in privacy.items() if name not in SECURE}
 
 
 def _schema_words(schema: Mapping[str, Any]) -> list[str]:
@@ -151,6 +186,8 @@ def site_check(root: Path, federation: Path | None, say: Say) -> None:
     site = open_site(root.absolute())
     place = site.data
     say(f"site {site.name}: its data are {place.where}")
+    for words in form_changes(site.folder, place.where, place.table):
+        say(f"  {words}")
     require_some(place.where, site.name, site.folder, site.table)
     afterwards: Asked = ()
     if federation is not None and isinstance(about := _deployment_in(federation), FormulaDeployment):

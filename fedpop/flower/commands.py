@@ -61,6 +61,7 @@ def init(
     family: Text = None,
     method: Text = None,
     weights: Text = None,
+    sites: int = 0,
 ) -> None:
     """Make a federation's folder: an app of Flower's, settings, an authority and the server's certificate.
 
@@ -74,9 +75,10 @@ def init(
         family: Of its response, as in fedpop fit.
         method: ML or REML.
         weights: A column, or an expression of columns.
+        sites: How many there will be; with four or more their sums are secure.
     """
     about = _formula(formula, family, method, weights)
-    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say, about)
+    _of("server_commands").init(folder, name, address, list(hosts), insecure, _say, about, sites)
 
 
 @server.command
@@ -144,6 +146,8 @@ def fit(
     family: Text = None,
     method: Text = None,
     weights: Text = None,
+    profile: bool = False,
+    bootstrap: int = 0,
     insecure: bool = False,
 ) -> None:
     """Fit a further mixed model over the same sites, or go on with it, and print it.
@@ -154,10 +158,13 @@ def fit(
         family: Of its response, as in fedpop fit.
         method: ML or REML.
         weights: A column, or an expression of columns.
+        profile: Profile intervals, too: some hundred questions to everyone.
+        bootstrap: Parametric replicates, too, whose responses sites draw.
         insecure: Neither TLS nor keys.
     """
     stop_on_signals()
-    about = _formula(formula, family, method, weights) or {}
+    about: dict[str, str | int] = {**(_formula(formula, family, method, weights) or {})}
+    about |= {n: v for n, v in {"profile": profile, "bootstrap": bootstrap}.items() if v}
     with _of("logs").command_log(folder / "logs" / LOG, False) as say:
         try:
             _of("server_commands").fit(folder, about, insecure, say)
@@ -263,6 +270,19 @@ def key(folder: Positional[Path], make: bool = False, take: File = None) -> None
     _of("site_folder").common_key(folder, make, take, _say)
 
 
+@site.command
+def trust(folder: Positional[Path], fingerprint: Text = None) -> None:
+    """The list of sites between which sums are secure, as the server offered it last; this site takes part
+    once somebody has confirmed it, and again when it changes.
+
+    Args:
+        folder: The site's folder.
+        fingerprint: Of the list, as the server's operator or another site says it: confirms the list.
+    """
+    os.umask(OTHERS_MASK)
+    _of("site_commands").trust(folder, fingerprint, _say)
+
+
 @site.command(name="check")
 def check_site(folder: Positional[Path], federation: File = None) -> None:
     """Whether this site's data fit the federation, and what would be sent; nothing is.
@@ -358,6 +378,22 @@ def effects(
         experiment: Which one; the last by default.
     """
     _of("offline").effects(folder, out, plot, level, experiment, _say)
+
+
+@site.command
+def residuals(
+    folder: Positional[Path], out: File = None, plot: File = None, kind: Text = None, experiment: Text = None
+) -> None:
+    """Fitted values and residuals of this site's rows in a mixed model; nothing is sent.
+
+    Args:
+        folder: The site's folder.
+        out: A CSV file; the terminal by default.
+        plot: A picture of them, such as residuals.png.
+        kind: response, pearson or deviance; by default as R has it for the family.
+        experiment: Which one; the last by default.
+    """
+    _of("offline").residuals(folder, out, plot, kind, experiment, _say)
 
 
 @site.command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fedpop.files import read_sealed, read_tensors, writable_folder, write_json,
 from fedpop.flower.final_questions import answers
 from fedpop.flower.outcome import FEDERATION, warnings, write_outcome
 from fedpop.flower.remote import RemoteMembers, RoundTerms, site_records_of
+from fedpop.flower.secure_sums import SecureTerms
 from fedpop.flower.server_folder import AFTERWARDS
 from fedpop.flower.site import keep_hello, keep_theta
 from fedpop.flower.site_records import SiteRecord
@@ -55,6 +56,15 @@ class Deployment:
     """What everyone is asked once theta is there."""
     name: str = ""
     """What the federation is called."""
+    secure: SecureTerms | None = None
+    """Sums are secure, between these sites."""
+
+    def __post_init__(self) -> None:
+        if self.secure is not None:
+            self.secure.check_quorum(self.terms.quorum)
+        if self.secure is not None and self.settings.secure != self.secure.form:
+            settings = replace(self.settings, secure=self.secure.form)
+            object.__setattr__(self, "settings", settings)
 
     def prepared(self, example: Example) -> Algorithm:
         """The method for examples of this kind. What a site computes in does not depend on its processor."""
@@ -120,11 +130,18 @@ def enrolled_members(
         method = deployment.prepared(example)
         with_values(method.model, read_tensors(file.with_name("model.safetensors"), stored["digest"]))
         members = RemoteMembers(
-            deployment.training(method, example, form), transport, *settings, before=before
+            deployment.training(method, example, form),
+            transport,
+            *settings,
+            before=before,
+            secure=deployment.secure,
+            folder=folder,
         )
         members.wait()
         return members, method
-    members = RemoteMembers(Survey(deployment.schema), transport, *settings)
+    members = RemoteMembers(
+        Survey(deployment.schema), transport, *settings, secure=deployment.secure, folder=folder
+    )
     if "x" in deployment.schema:
         method, form, example = _agreed_about_tables(deployment, members, file)
     else:

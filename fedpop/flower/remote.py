@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.flower.aggregation import Aggregated, Aggregator
 from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, versions
+from fedpop.flower.secure_sums import ROUND, SecureSums, SecureTerms, total_of
 from fedpop.flower.site_records import (
     ActivePart,
     SiteRecord,
@@ -125,7 +127,13 @@ class RemoteMembers(Members):
         settings: Settings,
         *,
         before: Mapping[str, SiteRecord] | None = None,
+        secure: SecureTerms | None = None,
+        folder: Path | None = None,
     ) -> None:
+        if secure is not None:
+            secure.check_quorum(terms.quorum)
+            terms = replace(terms, sites=max(terms.sites, secure.policy.minimum_sites))
+        self._secure = None if secure is None else SecureSums(secure, transport, experiment, folder)
         self._before = dict(before or {})
         """Sites of the run that this one goes on with: who else comes is new to it."""
         self._transport, self._terms, self._settings = transport, terms, settings
@@ -163,6 +171,7 @@ class RemoteMembers(Members):
         header: dict[str, Any] = versions() | {"experiment": self.experiment}
         header["study"] = description
         header |= {"study_digest": hashlib.sha256(text.encode()).hexdigest()[:32]}
+        header |= {} if self._secure is None else {"secure": self._secure.terms.plain()}
         header["drawn"] = self._study.drawn(self._settings.participation)
         return Request("hello", header, tensors)
 
@@ -265,7 +274,9 @@ class RemoteMembers(Members):
             f"{self.experiment}{TRIAL}{self._trials}",
             replace(self._terms, sites=len(self.sites), begin=None),
         )
-        trial = RemoteMembers(self._study.by(method), self._transport.sibling(), name, terms, self._settings)
+        secure = None if self._secure is None else self._secure.terms
+        sibling = self._transport.sibling()
+        trial = RemoteMembers(self._study.by(method), sibling, name, terms, self._settings, secure=secure)
         trial.wait()
         return trial
 
@@ -300,7 +311,7 @@ class RemoteMembers(Members):
         """For whom it waits, and where they are."""
         if missing:
             return ", ".join(f"{n} ({self._where(n)})" for n in missing)
-        known = sorted({*self.sites, *self._before, *self.refused} - set(here))
+        known = sorted({*self.sites, *self._before, *self.refused, *self._transport.unconfirmed} - set(here))
         of = f" ({'; '.join(f'{n}: {self._where(n)}' for n in known)})" if known else ""
         return f"{least - len(here)} more site(s){of}"
 
@@ -308,6 +319,8 @@ class RemoteMembers(Members):
         """Why a site cannot be asked now."""
         if name in self._refused or name in self.refused:
             return f"it cannot take part: {(self._refused | self.refused)[name]}"
+        if name in self._transport.unconfirmed:
+            return self._transport.unconfirmed[name]
         if self._transport.busy(name):
             return "busy with an earlier request"
         if name in self._transport.sites and not self._ready(name):
@@ -325,6 +338,11 @@ class RemoteMembers(Members):
     def _admitted(self, name: str) -> bool:
         """Whether settings that are given by site have one for a site that comes after the start."""
         if name in self._outside:
+            return False
+        if self._secure is not None and name not in self._secure.terms.admitted:
+            if name not in self._refused:
+                self._refused[name] = "it was admitted after the server began: start the server again"
+                log.warning("%s cannot take part: %s", name, self._refused[name])
             return False
         if not (self._begun or self._before) or name in self.sites or name in self._before:
             return True
@@ -348,6 +366,9 @@ class RemoteMembers(Members):
     def active(self, rule: Participation, key: Key, round: int) -> Active:
         """As in the simulator, by units' names, among those whose sites are there and not busy with another
         round."""
+        if self._secure is not None and (begun := self._secure.begun(round)) is not None:
+            self.wait(sorted(begun["parts"]["sites"]), self._terms.timeout, asked=True)
+            return self._active_again(begun["parts"])
         free = self.wait(self._needed, asked=True)
         if busy := sorted(self.overdue - set(free)):
             free = self.wait(busy, self._terms.timeout, asked=True) or free
@@ -359,6 +380,15 @@ class RemoteMembers(Members):
         each = [self.sites[roster.names[i]] for i in active.ids.tolist()]
         weights = torch.tensor([(s.rounds + 1) / (s.times + 1) for s in each], dtype=torch.float32)
         return Active(active.ids, weights, ratio=False)
+
+    def _active_again(self, parts: Mapping[str, Any]) -> Active:
+        """Who was to take part in a round that was begun before the server was killed."""
+        place, ids, weights = positions(self.sites), list[Tensor](), list[Tensor]()
+        for name, (units, weight) in sorted(parts["sites"].items()):
+            some = place[name] if units is None else place[name][units]
+            ids.append(some)
+            weights.append(torch.full((len(some),), weight))
+        return Active(torch.cat(ids), torch.cat(weights), parts["ratio"])
 
     @property
     def overdue(self) -> set[str]:
@@ -384,6 +414,7 @@ class RemoteMembers(Members):
         for name, part in parts.items():
             its: dict[str, Any] = {"units": part.units, "digest": digest_for(digest, part.units)}
             its |= {"weight": part.weight} if round.weigh else {}
+            its |= {} if round.secure is None else {"secure": {"bits": round.secure.bits}}
             requests[name] = Request("train", self._header(name, **shared, **its), round.broadcast)
         weights = {name: part.weight for name, part in parts.items()}
         everyone = self._study.needs_everyone
@@ -394,6 +425,8 @@ class RemoteMembers(Members):
                 "this round waits for %s, not heard for %d rounds", _listed(overdue), self._terms.unheard
             )
         enough = never if everyone else self._terms.closing(requests, overdue, self._transport.now)
+        if round.secure is not None:
+            return self._secure_round(method, round, active, parts, requests, enough)
         replies = self._transport.send(requests, timeout, enough)
         if everyone:
             replies = self._transport.retry_lost(
@@ -420,9 +453,42 @@ class RemoteMembers(Members):
         )
         return self._located({name: part.ids for name, part in parts.items()}, aggregated)
 
+    def _secure_round(
+        self,
+        method: Algorithm,
+        round: Round,
+        active: Active,
+        parts: Mapping[str, ActivePart],
+        requests: Mapping[str, Request],
+        enough: Enough,
+    ) -> Total:
+        """A round of which nothing is seen but the sum; one that cannot be opened is of nobody."""
+        assert self._secure is not None and round.secure is not None
+        sharing = 0 if round.private is None else round.private.sharing
+        timeout = self._terms.timeout
+        if self._study.needs_everyone:
+            found = self._secure.everyone(ROUND, requests, timeout, self._back, True, sharing)
+        else:
+            again = {"ratio": active.ratio, "sites": {n: (p.units, p.weight) for n, p in parts.items()}}
+            found = self._secure.round(round.number, requests, again, sharing, timeout, enough, self._back)
+        self._round, self._asked = round.number, set(requests)
+        guard = None if round.private else guard_for(method, round.broadcast, len(requests), True)
+        ids = {name: part.ids for name, part in parts.items()}
+        message, ratio = found.message, active.ratio
+        if message is None:  # no step, whatever the weights
+            message, ratio = Message(torch.zeros(1), torch.zeros(1, dtype=torch.int64), checked=True), True
+        weights = {name: part.weight for name, part in parts.items()}
+        margin = round.secure.margin
+        total = total_of(message, weights, self.units, ratio, self.device, guard, round.broadcast, margin)
+        return self._located(ids, Aggregated(total, dict(found.reasons), frozenset(found.heard)))
+
+    def _back(self, names: Collection[str], patience: float) -> bool:
+        return set(names) <= set(self.wait(sorted(names), patience))
+
     def _located(self, asked: Mapping[str, Tensor], aggregated: Aggregated) -> Total:
         """A total with the positions of units that were asked and are not in it."""
-        reasons = dict(sorted((self._transport.reasons | aggregated.reasons).items()))
+        seen = {} if self._secure is not None else self._transport.reasons
+        reasons = dict(sorted((seen | aggregated.reasons).items()))
         for name, why in reasons.items():
             log.warning("%s was left out: %s", name, why)
         received = [n for n in asked if n not in reasons]
@@ -505,6 +571,10 @@ class RemoteMembers(Members):
         for name in names:
             its = header | ({"units": parts[name].units} if parts else {})
             requests[name] = Request("ask", self._header(name, **its), asked)
+        if self._secure is not None:
+            aggregated = self._secure_answers(asking, requests)
+            names = [n for n in names if n in aggregated.read]
+            return self._answered(asking, aggregated, names, parts, asked)
         enough = never if not question.closes else self._terms.closing(self.names, (), self._transport.now)
         replies = self._transport.send(requests, self._terms.timeout, enough)
         if question.closes and not replies:  # nothing comes of nobody: whoever answers first will do
@@ -536,9 +606,22 @@ class RemoteMembers(Members):
             examples={n: self.sites[n].examples for n in names},
             possible=None if guard is None else question.possible,
         )
+        return self._answered(asking, aggregated, names, parts, asked, replies)
+
+    def _answered(
+        self,
+        asking: Asking[R],
+        aggregated: Aggregated,
+        names: Sequence[str],
+        parts: Mapping[str, ActivePart],
+        asked: Tensors,
+        replies: Mapping[str, Message] | None = None,
+    ) -> tuple[R, Total]:
+        """What is made of the answers of those who were asked."""
+        question, known = asking.question, asking.known
         place = positions(self.sites) | {name: part.ids for name, part in parts.items()}
         total = self._located({name: place[name] for name in names}, aggregated)
-        reasons = self._transport.reasons | aggregated.reasons
+        reasons = aggregated.reasons if self._secure else self._transport.reasons | aggregated.reasons
         of = sum(len(place[n]) for n in names)
         withheld = len(total.suspects) + total.numbers.get(WITHHELD_UNITS, 0.0)
         if not asking.late and total.count + withheld < question.quorum * of:
@@ -556,7 +639,36 @@ class RemoteMembers(Members):
         try:
             return question.finish(known, total), replace(total, numbers=numbers)
         except (DataError, SettingsError) as error:
-            raise type(error)(f"{error}{_unlike(replies) if question.varied else ''}") from error
+            unlike = _unlike(replies) if replies and question.varied else ""
+            raise type(error)(f"{error}{unlike}") from error
+
+    def _secure_answers(self, asking: Asking[Any], requests: Mapping[str, Request]) -> Aggregated:
+        """Answers of which nothing is seen but the sum. Where vectors differ between sites everyone says
+        first what they are called."""
+        assert self._secure is not None
+        question, terms = asking.question, {"bits": self._secure.terms.form.bits, "messages": len(requests)}
+        names: dict[str, tuple[str, int]] = {}
+        if question.varied:
+            plain = {n: replace(r, header={**r.header, "secure": terms}) for n, r in requests.items()}
+            replies = self._transport.send(plain, self._terms.timeout, never)
+            replies = self._transport.retry_lost(
+                plain, replies, self._terms.timeout, lambda lost: self._back(lost, self._terms.timeout), True
+            )
+            for _, reply in sorted(replies.items()):
+                names |= {str(n): (str(kind), int(size)) for n, kind, size in reply.header.get("names", ())}
+            requests = {n: r for n, r in requests.items() if n in replies}
+        also = [[n, *about] for n, about in sorted(names.items())]
+        asked = {
+            n: replace(r, header={**r.header, "secure": terms | {"names": also}}) for n, r in requests.items()
+        }
+        early = asking.models is None and self._round < 0
+        required = question.quorum == 1.0 or early
+        found = self._secure.everyone(
+            f"ask/{question.name}", asked, self._terms.timeout, self._back, required
+        )
+        assert found.message is not None
+        total = total_of(found.message, {}, self.units, False, self.device)
+        return Aggregated(total, {}, frozenset(found.heard))
 
     def _leave_out(self, names: Collection[str]) -> None:
         """These sites take no further part."""
@@ -570,6 +682,11 @@ class RemoteMembers(Members):
         while True:
             here, now = self.wait(self._needed), self._transport.now()
             due = [n for n in here if not self._ready(n) and self._again.get(n, -math.inf) <= now]
+            if self._secure is not None and 0 < len(due) < self._secure.terms.policy.minimum_sites:
+                few = self._secure.terms.policy.minimum_sites
+                log.info("%s wait(s) outside: secure sums take sites in by %d or more", _listed(due), few)
+                self._again |= dict.fromkeys(due, now + self._terms.timeout)
+                due = []
             if due or sum(map(self._ready, here)) >= self._terms.sites:
                 self._again |= dict.fromkeys(due, now + self._terms.timeout)
                 return due

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +24,9 @@ PROTOCOL = 1
 sides would not understand each other, and never by a patch version."""
 SITE_HEADER, PROTOCOL_HEADER, PROCESS_HEADER = "fedpop-site", "fedpop-protocol", "fedpop-process"
 """HTTP headers in which a site's node says its name, its protocol, and which process it is."""
-KINDS = ("hello", "train", "ask", "finish")
+KINDS = ("hello", "train", "ask", "unmask", "finish")
+SHARED = ("round", "active", "private", "seed", "question", "description", "key", "models")
+"""What all who are asked at once receive alike, beside tensors."""
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,11 @@ def digest_of(tensors: Tensors) -> str:
 def digest_for(digest: str, units: Sequence[int] | None) -> str:
     """The digest of a round's broadcast for a site of which these units take part; None: all of them."""
     return digest if units is None else hashlib.sha256(f"{digest}{list(units)}".encode()).hexdigest()[:32]
+
+
+def digest_for_all(request: Request) -> bytes:
+    """Of all that a request tells everyone: whoever was told anything else masks with other keys."""
+    about: dict[str, Any] = {name: request.header[name] for name in SHARED if name in request.header}
+    about["terms"] = {n: v for n, v in request.header.get("secure", {}).items() if n != "attempt"}
+    text = json.dumps([request.kind, about, digest_of(request.tensors)], sort_keys=True)
+    return hashlib.sha256(text.encode()).digest()

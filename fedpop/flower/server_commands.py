@@ -85,7 +85,7 @@ seed = 0
 
 # Rounds begin with so many sites and close on a quorum, or after so many seconds.
 [sites]
-sites = 2              # while fewer can be asked the server waits
+sites = {sites}              # while fewer can be asked the server waits
 # begin = 4            # the first round waits for more of them
 quorum = 1.0           # the share of those asked whose replies close a round
 # grace = 30.0         # seconds that it then still waits for the others
@@ -95,7 +95,7 @@ timeout = 600.0
 [server]
 address = "{address}"  # under which sites reach it
 # listen = "0.0.0.0:8000" # where it listens, if not there: behind a router, say
-"""
+{privacy}"""
 
 FORMULA_SETTINGS = """name = "{name}"
 
@@ -107,12 +107,20 @@ seed = 0
 
 # All sites must answer; the search begins when so many are there.
 [sites]
-sites = 2
+sites = {sites}
 timeout = 600.0
 
 [server]
 address = "{address}"  # under which sites reach it
 # listen = "0.0.0.0:8000" # where it listens, if not there: behind a router, say
+{privacy}"""
+
+SECURE_BY_DEFAULT = 4
+"""Sites from which a new federation's sums are secure: the fewest that can lose one."""
+SECURE_SUMS = """
+# Nobody sees what one site sends, only sums over at least three sites.
+[privacy]
+{line}
 """
 
 MODEL = '''"""The model of this federation: the same at every site."""
@@ -141,9 +149,10 @@ def init(
     insecure: bool,
     say: Say,
     about: Mapping[str, str] | None = None,
+    sites: int = 0,
 ) -> None:
-    """Make a federation's folder, where ``about`` has one for a formula; nothing in it is ever
-    overwritten."""
+    """Make a federation's folder, where ``about`` has one for a formula; nothing in it is ever overwritten.
+    With four sites or more its sums are secure."""
     if about is not None:
         _checks().check_formula(about, name)  # what is wrong with it is an error now
     check_name(name)
@@ -156,12 +165,16 @@ def init(
     for sub in (folder.app, folder.admitted, folder.logs, folder.flower):
         writable_folder(sub)
     path = json.dumps(str(folder.root))
+    secure = sites >= SECURE_BY_DEFAULT and not insecure
+    private = SECURE_SUMS.format(line="secure = true" if secure else "# secure = true")
     write_bytes(folder.app / "pyproject.toml", PROJECT.format(name=name.lower(), folder=path).encode())
     if about is None:
-        text = SETTINGS.format(name=name, address=address)
+        text = SETTINGS.format(name=name, address=address, sites=sites or 2, privacy=private)
         write_bytes(folder.app / "model.py", MODEL.encode())
     else:
-        text = FORMULA_SETTINGS.format(name=name, address=address, model=toml_of(about))
+        text = FORMULA_SETTINGS.format(
+            name=name, address=address, model=toml_of(about), sites=sites or 2, privacy=private
+        )
     write_bytes(folder.app / "federation.toml", text.encode())
     if insecure:
         say(INSECURE)
@@ -183,6 +196,12 @@ def init(
     if not insecure:
         say(f"  3. admit each site: fedpop server admit {root} NAME node.pub")
     say(f"  {3 if insecure else 4}. fedpop server run {root}")
+    if secure:
+        say("sums are secure: the server sees no site's messages. Its first greeting has the list of sites;")
+        say(f"  each compares its fingerprint, fedpop server check {root}, and runs fedpop site trust SITE")
+    elif sites == SECURE_BY_DEFAULT - 1 and not insecure:
+        say(f"secure = true in {edited} hides each site's messages from the server; with three a lost site")
+        say("  then stops the run until it is back")
 
 
 def _connect(folder: ServerFolder, ca: Path | None) -> None:
@@ -205,18 +224,18 @@ def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
 # --- run ---------------------------------------------------------------------------------------
 
 
-def toml_of(about: Mapping[str, str]) -> str:
-    """Texts as lines of TOML."""
+def toml_of(about: Mapping[str, str | int]) -> str:
+    """Texts and numbers as lines of TOML."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in about.items())
 
 
-def fit(root: Path, about: Mapping[str, str], insecure: bool, say: Say) -> None:
+def fit(root: Path, about: Mapping[str, str | int], insecure: bool, say: Say) -> None:
     """Fit a further formula on the same sites, or go on; its folder goes by what it is."""
     folder = ServerFolder(root.absolute())
     _ = folder.settings  # nothing is made in a folder that is none
     _checks().check_formula(about, "check")
     text = toml_of(about)
-    words = re.sub("[^a-z0-9]+", "-", about["formula"].lower()).strip("-")[:FIT_LETTERS]
+    words = re.sub("[^a-z0-9]+", "-", str(about["formula"]).lower()).strip("-")[:FIT_LETTERS]
     name = f"{words}-{digest_of_bytes(text.encode())[:6]}"
     file = writable_folder(folder.fits / name) / FORMULA_FILE
     if not file.exists():

@@ -7,6 +7,7 @@ name                          what the experiment is called
 [method] name, settings       as in the files of ``fedpop compare``
 [run]    rounds, seed, participation, precision, early_stop, afterwards, mlflow, tensorboard
 [privacy] epsilon, delta, noise, clip, quantile, against
+         secure, minimum_sites, colluding
 [sites]  sites, begin, quorum, grace, timeout, unheard, weights
 [server] address, listen, metrics
 """
@@ -19,26 +20,33 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedpop.errors import FedpopError, PrivacyError, SettingsError
+from fedpop.errors import FedpopError, PrivacyError, SecureSumError, SettingsError
 from fedpop.federation.inputs import Example
 from fedpop.federation.participation import resolve
+from fedpop.flower.admission import list_of_sites
 from fedpop.flower.certificates import check_name
 from fedpop.flower.deployment import Deployment
 from fedpop.flower.final_questions import USUAL, check_asked
 from fedpop.flower.formulas import WORDS, FormulaDeployment
 from fedpop.flower.remote import RoundTerms
+from fedpop.flower.secure_sums import SecureTerms
 from fedpop.flower.server_folder import FEDERATION, FORMULA_FILE, TABLES, ServerFolder, known_only
 from fedpop.flower.site_folder import read_toml
 from fedpop.flower.trackers import TRACKERS, trackers_of
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.models.entry import model_named
 from fedpop.privacy.gaussian import gaussian_from
+from fedpop.privacy.secure import Policy
 from fedpop.questions.forms import check_form, schema_of
 from fedpop.run.callbacks import Callback, EarlyStop
 from fedpop.run.settings import Settings
+from fedpop.run.simulate import fixed_point
 
 SERVER = ("address", "listen", "metrics")
+POLICY = ("minimum_sites", "colluding")
+SECURE = ("secure", *POLICY)
 RUN = ("rounds", "seed", "participation", "precision", "early_stop", "afterwards", *TRACKERS)
 
 
@@ -54,7 +62,25 @@ def deployment(folder: ServerFolder) -> Deployment | FormulaDeployment:
     found = deployment_of(path, plain, folder.experiment(), folder.run)
     if isinstance(found, FormulaDeployment) and found.terms.begin is None:
         found = replace(found, whom=sorted(key.stem for key in folder.admitted.glob("*.pub")))
-    return found
+    secure = secure_terms(folder)
+    return found if secure is None else replace(found, secure=secure)
+
+
+def secure_terms(folder: ServerFolder) -> SecureTerms | None:
+    """Between whom sums are secure, where ``[privacy]`` says that they are."""
+    where, about = f"{folder.app / FEDERATION}, [privacy]", folder.settings.get("privacy", {})
+    given = about.get("secure", False)
+    if not isinstance(given, bool | int) or given is False:
+        if given is not False:
+            raise SettingsError(f"{where}: secure is true or a number of bits, not {given!r}")
+        return None
+    if folder.insecure:
+        raise SettingsError(f"{where}: secure sums need sites' keys: make the federation without --insecure")
+    try:
+        policy = Policy(**{n: about[n] for n in POLICY if n in about})
+        return SecureTerms(list_of_sites(folder.admitted), fixed_point(given) or FixedPoint(), policy)
+    except (SecureSumError, SettingsError) as error:
+        raise SettingsError(f"{where}: {error}") from error
 
 
 def deployment_of(
@@ -82,7 +108,7 @@ def deployment_of(
         if not isinstance(stop, dict):
             raise SettingsError(f"{path}, [run]: early_stop is a table such as {{every = 10, patience = 5}}")
         early = EarlyStop(**known_only(stop, ("every", "patience"), f"{path}, early_stop"))
-    private = gaussian_from(plain.get("privacy", {}), str(path))
+    private = gaussian_from(plain.get("privacy", {}), str(path), SECURE)
     if private is not None:
         check_private(data, run, stop is not None, path)
     words = tuple(f.name for f in fields(RoundTerms))
@@ -125,7 +151,7 @@ def check_private(data: Mapping[str, Any], run: Mapping[str, Any], early: bool, 
 def _formula(path: Path, plain: Mapping[str, Any], experiment: str) -> FormulaDeployment:
     """A federation that is about a formula: sites' tables are as they are."""
     model = known_only(plain["model"], WORDS, f"{path}, [model]")
-    if plain.get("privacy"):
+    if gaussian_from(plain.get("privacy", {}), str(path), SECURE):
         raise PrivacyError(
             f"{path}: a formula across sites is fitted by the exact engine, whose sums have no bound under "
             "which they stay what they are: leave [privacy] out; fp.mixed_model(..., privacy=...) has a "

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from fedpop.entries import module_named
-from fedpop.errors import CheckpointError, FedpopError, ScaleError, SchemaError, SettingsError
+from fedpop.errors import (
+    CheckpointError,
+    FedpopError,
+    ScaleError,
+    SchemaError,
+    SecureSumError,
+    SettingsError,
+)
 from fedpop.evaluation import validation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
@@ -33,18 +40,22 @@ from fedpop.flower.requests import (
     refusal,
     why_not_understood,
 )
+from fedpop.flower.secure_site import MASKED, TRUSTED, SecureSite, sealed, topic_of, trusted
 from fedpop.flower.site_folder import SETTINGS, read_common_key, read_secret, read_site
 from fedpop.flower.site_state import SiteState
+from fedpop.flower.table_form import form_changes
 from fedpop.keys import Key
 from fedpop.message import Message, Tensors
+from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.asking import question_from_description
-from fedpop.methods.base import Algorithm, Round
+from fedpop.methods.base import Algorithm, Round, guard_for
 from fedpop.mixed import common_key, gaussian, groups, laplace, quadrature, scored
 from fedpop.mixed.common_key import CommonKey
 from fedpop.mixed.disclosure import DesignColumns, SmallCounts, design_columns
 from fedpop.mixed.study import FormulaStudy
 from fedpop.mixed.table import Rows
 from fedpop.population import Population
+from fedpop.privacy.secure import Policy
 from fedpop.privacy.site_noise import PrivateRound
 from fedpop.questions import Question
 from fedpop.run.members import Asking
@@ -95,6 +106,8 @@ class Site:
     table: TableFormat = USUAL_TABLE
     modules: Sequence[str] = ()
     """Modules of the site's own settings: a model that is not made of torch's layers comes from these."""
+    policy: Policy = field(default_factory=Policy)
+    """The site's own terms of secure sums."""
     lasting: bool = False
     """This process answers many requests: what the last one read is at hand for the next."""
     at_hand: dict[str, SiteExperiment] = field(default_factory=dict, compare=False, repr=False)
@@ -132,6 +145,9 @@ class Site:
         except SchemaError as error:  # it is written for the server, too
             log.error("%s failed: %s", request.kind, error)
             return refusal(str(error), Code.DATA, site=self.name)
+        except SecureSumError as error:  # what it says is of the server's own making
+            log.warning("%s refused: %s", request.kind, error)
+            return refusal(str(error), Code.SECURE, site=self.name)
         except FedpopError as error:
             log.error("%s failed: %s", request.kind, error)
             return refusal(f"{type(error).__name__}; the site's log says more", site=self.name)
@@ -144,15 +160,23 @@ class Site:
         if request.kind == "hello":
             return experiment.hello(request)
         with locked(experiment.state_file):
-            return {"train": experiment.train, "ask": experiment.ask, "finish": experiment.finish}[
-                request.kind
-            ](request)
+            if request.kind in ("train", "ask"):
+                experiment.require_sum(request)
+            return {
+                "train": experiment.train,
+                "ask": experiment.ask,
+                "unmask": experiment.secure.unmask,
+                "finish": experiment.finish,
+            }[request.kind](request)
 
     def _experiment(self, name: str, anew: bool) -> SiteExperiment:
         """The experiment of this name, with what was read of it where the data are still the same."""
         stamp = stamp_of(self.where) if self.lasting else None
         found = self.at_hand.get(name)
         if found is None or anew or found.stamp != stamp:
+            if anew if found is None else found.stamp != stamp:
+                for words in form_changes(self.folder, self.where, self.table):
+                    log.warning("the data: %s", words)
             found = SiteExperiment(self, name, stamp)
             self.at_hand.clear()
             if self.lasting:
@@ -214,6 +238,8 @@ class SiteExperiment:
     def hello(self, request: Request) -> Message:
         """Store the server's study; reply who is here. Of the data only sizes and splits are sent."""
         self.site.allowed.require_study(study_from(request.header["study"], request.tensors))
+        terms = request.header.get("secure")
+        joined = {} if terms is None else self.secure.greeted(terms)
         keep_hello(self.folder, request)
         federation = self.federation
         for note in self.study.notes(self.site.data):
@@ -225,9 +251,24 @@ class SiteExperiment:
             "examples": int(federation.train.sizes.sum()),
             "splits": sorted(federation.splits),
             "study": request.header["study_digest"],
-        }
+        } | joined
         # Units are identified by hashes of their names where the study says so; else nobody has to know them.
         return headed(header | ({"hashes": federation.units.tolist()} if request.header["drawn"] else {}))
+
+    @cached_property
+    def secure(self) -> SecureSite:
+        """The site's part in secure sums."""
+        site = self.site
+        return SecureSite(site.name, site.folder, self.name, self.folder, site.policy)
+
+    def require_sum(self, request: Request) -> None:
+        """Where somebody has confirmed a list of sites nothing leaves by itself."""
+        if "secure" not in request.header and trusted(self.site.folder) is not None:
+            raise Refusal(
+                "this site answers in secure sums only, since a list of sites was confirmed here: the "
+                f"server's [privacy] has secure = true, or {TRUSTED} goes",
+                Code.SECURE,
+            )
 
     @cached_property
     def study(self) -> Study:
@@ -329,8 +370,9 @@ class SiteExperiment:
         """Which units are worked on together, for the site's memory."""
         return self.study.plan(self.federation, parse_bytes(self.site.memory))
 
-    def sites(self, store: LocalStore) -> Sites:
-        return Sites.one(self.site.name, self.federation, self.study.device, store, self.unit_data.tables)
+    def sites(self, store: LocalStore, secure: FixedPoint | None = None) -> Sites:
+        tables = self.unit_data.tables
+        return Sites.one(self.site.name, self.federation, self.study.device, store, tables, secure)
 
     def key(self, round: int, purpose: str) -> Key:
         """This site's key, at the address that the server names."""
@@ -352,8 +394,14 @@ class SiteExperiment:
         digest = digest_for(digest_of(request.tensors), units)
         if digest != request.header["digest"]:
             raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
+        terms = request.header.get("secure")
+        attempt = None if terms is None else self.secure.attempt(request)
+        header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
+        if attempt is not None and (again := self.secure.again(attempt)) is not None:
+            log.info("%s: round %d again, the same reply", self.name, number)
+            return sealed(header, MASKED, again)
         state = self.stored_state(last_counted)
-        if state.round == number and state.digest == digest and state.reply is not None:
+        if attempt is None and state.round == number and state.digest == digest and state.reply is not None:
             log.info("%s: round %d again, the same reply", self.name, number)
             return state.reply
         if number < state.round:
@@ -365,7 +413,10 @@ class SiteExperiment:
         key = self.key(number, "site/train")
         private = request.header.get("private")
         bounded = None if private is None else PrivateRound.of(private)
-        now = Round(number, request.tensors, key, shared, weigh=weight is not None, private=bounded)
+        hidden = None if terms is None else FixedPoint(int(terms["bits"]))
+        now = Round(
+            number, request.tensors, key, shared, weigh=weight is not None, secure=hidden, private=bounded
+        )
         sites = self.sites(store)
         active = Active(ids, torch.full((len(ids),), 1.0 if weight is None else float(weight)), ratio=False)
         messages = int(request.header["active"])
@@ -377,8 +428,7 @@ class SiteExperiment:
         if work.odd is not None and bool(work.odd.any()):
             whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
             log.warning("%s: round %d: out of all proportion, left out: %s", self.name, number, whom)
-        header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
-        reply = headed(header, message)
+        reply = None if attempt is not None else headed(header, message)
         state.before, state.after = self._both_sides(sites, work, now)
         state.round, state.digest, state.units, state.reply = number, digest, units, reply
         state.write(self.state_file)
@@ -386,7 +436,13 @@ class SiteExperiment:
             self.at_hand.give(self.state_file, state)
         sent = int(message.units), message.bytes
         log.info("%s: round %d, %d unit(s), %d bytes", self.name, number, *sent)
-        return reply
+        if attempt is None:
+            assert reply is not None
+            return reply
+        self.secure.require_shared(attempt, bounded)
+        guard = None if bounded else guard_for(method, request.tensors, messages, True)
+        norms = () if guard is None else guard.names
+        return sealed(header, MASKED, self.secure.reply(attempt, message, method.sends, norms))
 
     def _both_sides(self, sites: Sites, work: Work, now: Round) -> tuple[LocalStore, LocalStore]:
         """States before a round (which hold what units enter with, as long as they have not) and after it,
@@ -413,9 +469,15 @@ class SiteExperiment:
         question = self._untelling(_question(header["description"], request.tensors, self.study))
         self.site.allowed.require_question(question)
         self._require_rows(question)
+        about = {"site": self.site.name, "experiment": self.name, "question": question.name}
+        terms = header.get("secure")
+        attempt = None if terms is None or "attempt" not in terms else self.secure.attempt(request)
+        if attempt is not None and (again := self.secure.again(attempt)) is not None:
+            return sealed(about, MASKED, again)
         state = self.stored_state(last_counted)
         store = state.current(self.study.keeps, last_counted)
-        sites, key = self.sites(store), self.key(int(header["key"][0]), str(header["key"][1]))
+        hidden = None if terms is None else FixedPoint(int(terms["bits"]))
+        sites, key = self.sites(store, hidden), self.key(int(header["key"][0]), str(header["key"][1]))
         known = _part("known.", request.tensors)
         broadcast = _part("broadcast.", request.tensors)
         models = rebuilt(header["models"], {})
@@ -425,7 +487,12 @@ class SiteExperiment:
         among = self._ids(header.get("units"))
         method = self.study.algorithm
         guard = None if method is None else method.guard
-        (work,) = sites.question_work(question, asked, key, plan, personal, among, encode=True, guard=guard)
+        messages = None if terms is None else int(terms["messages"])
+        (work,) = sites.question_work(
+            question, asked, key, plan, personal, among, encode=True, guard=guard, messages=messages
+        )
+        if terms is not None and attempt is None:  # what its vectors are called, which everyone is to know
+            return headed(about | {"names": _names(work.message)})
         work.settle(work.message.received)
         if work.odd is not None and bool(work.odd.any()):
             whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
@@ -438,8 +505,13 @@ class SiteExperiment:
                     side.put(ids, states, entered=False)
             state.noted[question.name] = sorted(sites.updates[0][1])
             state.write(self.state_file)
-        about = {"site": self.site.name, "experiment": self.name, "question": question.name}
-        return headed(about, work.message)
+        if attempt is None or terms is None:
+            return headed(about, work.message)
+        topic = topic_of(isinstance(self.study, FormulaStudy), request)
+        also = {name: (kind, int(size)) for name, kind, size in terms["names"]}
+        return sealed(
+            about, MASKED, self.secure.reply(attempt, work.message, question.sends, (), also, topic)
+        )
 
     def _untelling(self, question: Question[Any]) -> Question[Any]:
         """The question with this site's own minimum, where a formula's asks for smaller cells. (Outcomes are
@@ -513,6 +585,7 @@ def open_site(folder: str | Path, lasting: bool = False) -> Site:
         small_counts=SmallCounts(settings.minimum, settings.single_rows),
         table=settings.table,
         modules=tuple(settings.modules),
+        policy=Policy(settings.minimum_sites, settings.colluding),
         lasting=lasting,
     )
 
@@ -539,6 +612,12 @@ def keep_theta(folder: Path, published: Tensors) -> None:
 def read_theta(folder: Path) -> Tensors:
     """Theta as it was written."""
     return read_tensors(folder / THETA, str(read_sealed(folder / SEALED, "a theta's digest").get("digest")))
+
+
+def _names(message: Message) -> list[list[Any]]:
+    """Names, types and lengths of a message's vectors."""
+    each = sorted(message.words.items())
+    return [[name, str(w.kind).removeprefix("torch."), w.digits.shape[1]] for name, w in each]
 
 
 def _question(description: dict[str, Any], sent: Tensors, study: Study) -> Question[Any]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedpop.errors import SettingsError
+from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.files import writable_folder, write_bytes
 from fedpop.flower import certificates
 from fedpop.flower.certificates import check_name
@@ -37,13 +35,9 @@ from fedpop.flower.site_folder import (
     read_site,
 )
 from fedpop.flower.stock import TRUSTED
-
-if TYPE_CHECKING:
-    from fedpop.federation.table_format import TableFormat
+from fedpop.flower.table_form import first_rows, keep_form
 
 Say = Callable[[str], None]
-ROWS_LOOKED_AT = 1000
-"""Rows of a table at which enrolment looks; the node reads all of them."""
 
 
 def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecure: bool, say: Say) -> None:
@@ -70,11 +64,44 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     lines = {"name": name, "data": where, "server": server, "insecure": insecure}
     text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
     write_bytes(folder / SETTINGS, text.encode())
+    keep_form(folder, where, USUAL_TABLE)
     make_private(folder, lambda words: None)
     if not insecure:
         say(f"send {folder / 'node.pub'} to the server's operator, who runs")
         say(f"  fedpop server admit DIR {name} node.pub")
     say(f"then: fedpop site join {root}")
+
+
+def trust(root: Path, given: str | None, say: Say) -> None:
+    """Say which list of sites there is; confirm it where its fingerprint was given."""
+    read_site(root)
+    secure = import_module("fedpop.flower.secure_site")
+    fingerprint = import_module("fedpop.privacy.secure").fingerprint
+    offered, confirmed = secure.offered(root), secure.trusted(root)
+    sites = confirmed if offered is None else offered
+    if sites is None:
+        raise SettingsError(
+            f"no server has offered a list of sites here yet: fedpop site join {root}, and look again"
+        )
+    for name in sorted(sites):
+        changed = " (changed)" if confirmed is not None and confirmed.get(name) != sites[name] else ""
+        say(f"{name}{changed}")
+    for name in sorted((confirmed or {}).keys() - sites.keys()):
+        say(f"{name} is no longer among them")
+    mark = fingerprint(sites)
+    say(f"fingerprint: {mark}")
+    if given is not None:
+        if given.replace(" ", "").lower() != mark.replace(" ", ""):
+            raise SettingsError(
+                "the fingerprint is another one: do not take part, and ask the server's operator"
+            )
+        secure.confirm(root, sites)
+        say("confirmed: this site takes part in secure sums between these sites, and answers nothing else")
+    elif sites == confirmed:
+        say("confirmed")
+    else:
+        say("not confirmed: ask the server's operator, and other sites, for theirs; if it is the same")
+        say(f'  fedpop site trust {root} --fingerprint "{mark}"')
 
 
 def checked_data(data: str, site: str, folder: Path | None = None, table: TableFormat | None = None) -> str:
@@ -89,11 +116,7 @@ def checked_data(data: str, site: str, folder: Path | None = None, table: TableF
 def _plain_table(path: Path) -> bool:
     """Whether these are rows of a CSV file that all have the same fields; what looks otherwise is looked at
     with all that reading takes."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(islice(csv.reader(file), ROWS_LOOKED_AT))
-    except (OSError, ValueError, csv.Error):
-        return False
+    rows = first_rows(path, USUAL_TABLE)
     usual = path.suffix in (".csv", ".txt") and len(rows) > 1 and len(set(rows[0])) == len(rows[0]) > 1
     return usual and all(name.strip() for name in rows[0]) and all(len(r) == len(rows[0]) for r in rows)
 
@@ -117,6 +140,7 @@ def join(
         settings = with_data(settings, checked_data(data, settings.name, settings.folder, settings.table))
     read_secret(settings.folder)
     checked_data(settings.where, settings.name, settings.folder, settings.table)
+    keep_form(settings.folder, settings.where, settings.table)
     if settings.insecure != insecure:
         how = (
             "without TLS and keys: say --insecure" if settings.insecure else "with TLS: leave --insecure out"

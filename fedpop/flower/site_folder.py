@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedpop.checked import Count, Whole, require
+from fedpop.checked import Count, NotNegative, Whole, require
 from fedpop.errors import SettingsError
 from fedpop.federation.table_format import MINIMUM, TableFormat
 from fedpop.files import parse_bytes, write_bytes
@@ -26,7 +26,7 @@ FINGERPRINT_LETTERS = 16
 KNOWN = (
     *("name", "data", "server", "threads", "memory", "insecure", "port", "spectral_rows", "modules"),
     *("questions", "formulas", "columns", "minimum", "single_rows", "metrics"),
-    *("separator", "decimal", "encoding", "unit"),
+    *("separator", "decimal", "encoding", "unit", "minimum_sites", "colluding"),
 )
 
 
@@ -70,6 +70,10 @@ class SiteSettings:
     """Of its text."""
     unit: Mapping[str, str] = field(default_factory=dict)
     """In which units its columns are, where the federation wants to know."""
+    minimum_sites: int = 3
+    """Of secure sums: one over fewer sites is not opened."""
+    colluding: float = 1 / 3
+    """The share of the sites that may collude with the server."""
 
     def __post_init__(self) -> None:
         where = self.folder / SETTINGS
@@ -88,6 +92,8 @@ class SiteSettings:
         if self.port >= 2**16:
             raise SettingsError(f"{where}: port is below 65536, not {self.port}")
         require(Mapping[str, str], unit=self.unit)
+        require(Count, minimum_sites=self.minimum_sites)
+        require(NotNegative, colluding=self.colluding)
         _ = self.table
         if not self.data:
             raise SettingsError(f"{where}: data is missing: where the site's data are")

@@ -78,6 +78,8 @@ class Transport:
         self._pending: dict[str, Pending] = {}
         self.refused: dict[str, str] = {}
         """Sites that say that they cannot take part, and why."""
+        self.unconfirmed: dict[str, str] = {}
+        """Those at which somebody has to confirm the list of sites first."""
         self.late: dict[str, int] = {}
         """Replies that came after their deadline, or twice, by site."""
         self.reasons: dict[str, str] = {}
@@ -147,11 +149,13 @@ class Transport:
             log.warning("node %d (%s) cannot take part: %s", node, name or registered or "no name", why)
             self._greeted[node] = self._clock() + self._greeting  # then again: it may have been mended
             if name and reply.refused is not None:
-                self.refused[name] = reply.refused
+                about = self.unconfirmed if code_of(reply) is Code.TRUST else self.refused
+                about[name] = reply.refused
             return
         log.info("site %s is here", name)
         self._registered.add(node)
         self.refused.pop(name, None)
+        self.unconfirmed.pop(name, None)
         self.sites[name] = ConnectedSite(node, reply.header)
 
     def _why_not(self, reply: Message, name: str, registered: str) -> str | None:
@@ -318,6 +322,8 @@ def _what(requests: Mapping[str, tuple[int, Request]]) -> str:
     for _, request in requests.values():
         if request.kind == "train":
             return f"round {request.header['round'] + 1}"
+        if request.kind == "unmask":
+            return "opening a sum"
         return f"question {request.header['question']}" if request.kind == "ask" else "giving theta to all"
     return "nothing"
 

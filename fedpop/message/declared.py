@@ -34,8 +34,8 @@ class Sent:
 
 VECTORS: Mapping[str, Sent] = {
     # Rounds.
-    "I": Sent("mean score of the population prior along the chain (Algorithm 1, line 16)"),
-    "J": Sent("mean gradient of the log-likelihood in phi (line 17), or the local move that takes its place"),
+    "I": Sent("mean score of the population prior along the chain (Algorithm 1, line 17)"),
+    "J": Sent("mean gradient of the log-likelihood in phi (line 18), or the local move that takes its place"),
     "curvature": Sent("trace of a bound on the likelihood's curvature in z; or its largest eigenvalue"),
     "examples": Sent("number of training examples"),
     "departure": Sent("how far data lie from what theta expects of them, r' V^-1 r"),
@@ -102,6 +102,9 @@ VECTORS: Mapping[str, Sent] = {
         "list; and a checksum of the numbers of rows"
     ),
     "{*": Sent("a one for the form of its examples, which the name is"),
+    # Secure sums.
+    "masked": Sent("all of the above as whole numbers under masks; what they are called is in the clear"),
+    "unmasked": Sent("shares and pair keys that open the sum of an attempt"),
 }
 """Vectors of the library's methods and questions; a name that ends with a star stands for all that begin
 so."""
@@ -137,6 +140,11 @@ HEADER: Mapping[str, Sent] = {
     "withheld": Sent("the site withheld its message: it was out of all proportion", clear=True),
     "weighted": Sent("participation weights were applied at the site", clear=True),
     "refused": Sent("code and words of a refusal", clear=True),
+    "offer": Sent("the key of its session of secure sums, signed", clear=True),
+    "attempt": Sent("the number of its last attempt at a secure sum", clear=True),
+    "names": Sent(
+        "of a question whose vectors differ: what they are called and how long they are", clear=True
+    ),
     "gone": Sent("the site's node does not answer", clear=True),
 }
 """What a message between machines says of itself; none of it depends on values in the data."""

@@ -91,7 +91,7 @@ class FixedPoint(Checked):
             base = base_name(message, name)
             power = broadcast.get(SCALE + base) if base in guarded and v.dtype == torch.float32 else None
             if power is None:
-                digits, fit = _wide(v, sites)
+                digits, fit = wide(v, sites)
                 words[name] = SumWords(digits, None, v.dtype)
             else:
                 step = math.ceil(float(power)) - payload
@@ -158,7 +158,7 @@ def _rounded(v: Tensor, step: int, key: Key, sites: Tensor) -> Tensor:
     return torch.floor(v.double().mul(2.0**-step).add_(chance)).to(torch.int64)
 
 
-def _wide(v: Tensor, sites: int) -> tuple[Tensor, Tensor]:
+def wide(v: Tensor, sites: int) -> tuple[Tensor, Tensor]:
     """Signed digits of v in multiples of 2^-104, ``[S, D, 6]``; and which rows fit, ``[S]``."""
     most = 2.0 ** (DIGITS * DIGIT - 1 + LOWEST) / max(sites, 1)
     size = v.double().abs()

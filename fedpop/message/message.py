@@ -242,7 +242,8 @@ class Aggregate:
         Messages that are ``lost`` were sent, and did not arrive.
         """
         self._bytes += message.bytes
-        self.number(message.numbers)
+        if lost is None or not bool(lost.all()):  # else nothing of it arrives
+            self.number(message.numbers)
         sent = received = message.received
         if lost is not None:
             received = received & ~lost

@@ -22,9 +22,10 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
-from scipy.stats import chi2
+from scipy import special
 from torch import Tensor
 
 from fedpop.errors import FedpopWarning, PrivacyError, warn_user
@@ -38,12 +39,15 @@ from fedpop.mixed.engine import Engine, Estimates, Factor, ThetaPoint
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.quadrature import Local, QuadratureEngine, integrated, nodes_for
-from fedpop.mixed.sampled import SampledSettings, layout_of, other_family
+from fedpop.mixed.sampled import layout_of, other_family
 from fedpop.mixed.study import FormulaStudy
 from fedpop.priors import Normal
 from fedpop.privacy.gaussian import Gaussian, bounded, system_noise
 from fedpop.run.private import PrivateTerms, terms
 from fedpop.run.simulate import fit as run
+
+if TYPE_CHECKING:
+    from fedpop.mixed.model import SampledSettings
 
 CHAIN_ROUNDS, WARM_ROUNDS, SCORED_ROUNDS = 30, 8, 16
 """Rounds with chains; scoring rounds in which coordinates and bounds are found; scoring rounds after that."""
@@ -144,8 +148,8 @@ def check_columns(categorical: tuple[str, ...], scaled: tuple[str, ...], given: 
             )
     if scaled:
         raise PrivacyError(
-            f"{scaled[0]} is made by moments of the data, or by their places, which no budget covers: use "
-            "constants, as in I((x - 40) / 10)"
+            f"{scaled[0]} is made by moments of the data, or by their places, which no budget covers: "
+            "use constants, as in I((x - 40) / 10)"
         )
 
 
@@ -362,7 +366,7 @@ def scored(rounds: Rounds, x: Tensor) -> tuple[Tensor, Tensor, float]:
     noise = rounds.sigma["information"] * asked.information / rounds.q / math.sqrt(FOUND_IN)
     values, vectors = torch.linalg.eigh(found / units)
     white = vectors * values.clamp(min=max(2 * noise / units, 1e-9)).rsqrt()
-    reach = SCORE_REACH * math.sqrt(chi2.ppf(0.999, size))
+    reach = SCORE_REACH * math.sqrt(special.chdtri(size, 0.001))
     asked = Asked(x, white, reach, INFORMATION_REACH * math.sqrt(size))
     total, scores, at, inside_sum = torch.zeros_like(found), list[Tensor](), list[Tensor](), 0.0
     for k in range(SCORED_ROUNDS):

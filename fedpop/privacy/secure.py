@@ -92,17 +92,32 @@ class Session:
 
     @classmethod
     def begin(cls, run: str, site: str, identity: bytes, entropy: Entropy = os.urandom) -> Session:
-        """A new session, its key signed with the site's ``identity``: 32 bytes of an Ed25519 secret."""
+        """A new session, its key signed with the site's ``identity``, the number that is its key's secret."""
         secret = entropy(32)
         public = _x25519().X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
-        signer = _ed25519().Ed25519PrivateKey.from_private_bytes(identity)
-        return cls(run, site, secret, Offer(site, public, signer.sign(_signed(run, site, public))))
+        signature = _identity(identity).sign(_signed(run, site, public), _ecdsa())
+        return cls(run, site, secret, Offer(site, public, signature))
+
+    def packed(self) -> bytes:
+        return _packed({"run": self.run, "offer": self.offer.plain()}, self.secret)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Session:
+        header, (secret,) = _unpacked(data)
+        offer = Offer.of(header["offer"])
+        return cls(header["run"], offer.site, secret, offer)
 
 
 def public_key(identity: bytes) -> bytes:
-    """What others know an Ed25519 secret by."""
-    key: bytes = _ed25519().Ed25519PrivateKey.from_private_bytes(identity).public_key().public_bytes_raw()
-    return key
+    """What others know a site's key by: a point of P-384, compressed."""
+    return point_of(_identity(identity).public_key())
+
+
+def point_of(key: Any) -> bytes:
+    """The same of a public key."""
+    form = library("cryptography.hazmat.primitives.serialization", "flower", _WHAT)
+    point: bytes = key.public_bytes(form.Encoding.X962, form.PublicFormat.CompressedPoint)
+    return point
 
 
 def fingerprint(admitted: Mapping[str, bytes]) -> str:
@@ -123,9 +138,12 @@ def _signed(run: str, site: str, key: bytes) -> bytes:
 def _verified(offer: Offer, run: str, admitted: Mapping[str, bytes]) -> None:
     if offer.site not in admitted:
         raise SecureSumError(f"{offer.site!r} is not on this site's list of admitted sites")
-    key = _ed25519().Ed25519PublicKey.from_public_bytes(admitted[offer.site])
+    curves = _curves()
     try:
-        key.verify(offer.signature, _signed(run, offer.site, offer.key))
+        key = curves.EllipticCurvePublicKey.from_encoded_point(curves.SECP384R1(), admitted[offer.site])
+        key.verify(offer.signature, _signed(run, offer.site, offer.key), _ecdsa())
+    except ValueError as error:
+        raise SecureSumError(f"the admitted key of {offer.site!r} is none") from error
     except library("cryptography.exceptions", "flower", _WHAT).InvalidSignature as error:
         raise SecureSumError(f"the session key of {offer.site!r} is not signed by {offer.site!r}") from error
 
@@ -267,7 +285,7 @@ def admissible(attempt: Attempt, session: Session, policy: Policy, admitted: Map
         raise SecureSumError(f"the attempt is of run {attempt.run!r}, the session of {session.run!r}")
     if list(sites) != sorted(set(sites)) or len({offer.key for offer in attempt.offers}) != len(sites):
         raise SecureSumError("the cohort has a site or a key twice, or is not in the order of names")
-    if session.offer not in attempt.offers:
+    if (session.site, session.offer.key) not in [(offer.site, offer.key) for offer in attempt.offers]:
         raise SecureSumError("this site is not in the cohort with the key of its session")
     for offer in attempt.offers:
         _verified(offer, attempt.run, admitted)
@@ -309,8 +327,10 @@ def send(
     policy: Policy,
     admitted: Mapping[str, bytes],
     entropy: Entropy = os.urandom,
+    about: Any = None,
 ) -> tuple[Memory, bytes]:
-    """A site's words, masked; ``memory`` is to be on disk before the reply leaves."""
+    """A site's words, masked; ``memory`` is to be on disk before the reply leaves. ``about`` is what
+    everybody may know of them, such as what they are called."""
     admissible(attempt, session, policy, admitted)
     reply = stored(attempt, memory)
     if reply is not None:
@@ -323,7 +343,8 @@ def send(
     for offer in others:
         total.add(_stream(_pair_key(session, offer, attempt), len(words)), _sign(session.site, offer.site))
     header: dict[str, Any] = {
-        "site": session.site, "attempt": attempt.digest.hex(), "layout": [list(part) for part in layout]
+        "site": session.site, "attempt": attempt.digest.hex(), "layout": [list(part) for part in layout],
+        "about": about,
     }  # fmt: skip
     shares, own, indices, plains = list[bytes](), b"", dict(memory.indices), dict[str, bytes]()
     if attempt.mode is Mode.DROP_OUT:
@@ -426,6 +447,7 @@ class Masked:
     proof: bytes
     shares: Mapping[str, bytes] = field(repr=False)
     """By receiver."""
+    about: Any = None
 
 
 def read(reply: bytes, attempt: Attempt, site: str) -> Masked:
@@ -443,7 +465,8 @@ def read(reply: bytes, attempt: Attempt, site: str) -> Masked:
     fits = all(width in WIDTHS and count >= 0 for width, count in layout)
     if not fits or len(words) != size_of(layout) or len(shares) != dropping * len(attempt.offers):
         raise SecureSumError(f"the reply from {site!r} has not the form that it says")
-    return Masked(site, layout, words, proof, dict(zip(attempt.sites, shares, strict=False)))
+    return Masked(site, layout, words, proof, dict(zip(attempt.sites, shares, strict=False)),
+                  header.get("about"))  # fmt: skip
 
 
 def shares_for(site: str, replies: Mapping[str, Masked]) -> dict[str, bytes]:
@@ -593,8 +616,18 @@ def _x25519() -> Any:
     return library("cryptography.hazmat.primitives.asymmetric.x25519", "flower", _WHAT)
 
 
-def _ed25519() -> Any:
-    return library("cryptography.hazmat.primitives.asymmetric.ed25519", "flower", _WHAT)
+def _curves() -> Any:
+    return library("cryptography.hazmat.primitives.asymmetric.ec", "flower", _WHAT)
+
+
+def _ecdsa() -> Any:
+    hashes = library("cryptography.hazmat.primitives.hashes", "flower", _WHAT)
+    return _curves().ECDSA(hashes.SHA384())
+
+
+def _identity(secret: bytes) -> Any:
+    curves = _curves()
+    return curves.derive_private_key(int.from_bytes(secret, "big"), curves.SECP384R1())
 
 
 def _shamir() -> Any:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import binom
 from torch import Tensor
 
 from fedpop.errors import PrivacyError, warn_user
@@ -125,7 +124,9 @@ def most_often(share: float, rounds: int, units: int) -> int:
     >>> most_often(1.0, 40, 100), most_often(0.1, 400, 1000)
     (40, 68)
     """
-    return min(rounds, int(binom.isf(TOO_OFTEN / units, rounds, share))) if share < 1 else rounds
+    from scipy import stats  # takes a second, and 50 MB
+
+    return min(rounds, int(stats.binom.isf(TOO_OFTEN / units, rounds, share))) if share < 1 else rounds
 
 
 def private_method(method: Algorithm) -> Algorithm:
@@ -225,7 +226,8 @@ class PrivateTotals:
         """The total that the server's step is given. With its entry it is in a file before it is used; a
         round that was begun before takes what is in the file."""
         path = None if self.folder is None else self.folder / f"round-{round:08d}.safetensors"
-        by_sites = self.terms.secure is not None and not self.unopened(sites)
+        # A sum that was not opened has nobody's noise, and readers are not to see which one that was.
+        by_sites = self.terms.secure is not None and not self.unopened(sites) and total.count > 0
         if path is not None and path.exists():
             found = read_tensors(path)
             entry = {n: found.pop(n) for n in ENTRY}

@@ -82,9 +82,10 @@ class Sites:
         device: torch.device,
         store: LocalStore | None = None,
         tables: Sequence[Table] | None = None,
+        secure: FixedPoint | None = None,
     ) -> Sites:
         """The one site of this name, which all units are at."""
-        return cls(federation, device, store, {name: federation.names}, tables=tables)
+        return cls(federation, device, store, {name: federation.names}, tables=tables, secure=secure)
 
     # --- states ------------------------------------------------------------------------------
 
@@ -192,14 +193,17 @@ class Sites:
         among: Tensor | None = None,
         encode: bool = False,
         guard: float | None = None,
+        messages: int | None = None,
     ) -> Iterator[Work]:
         """Answers to a question of everyone, or of those at these positions, as the server sees them; of one
-        that is guarded without units that are so many times above the median here."""
+        that is guarded without units that are so many times above the median here. So many ``messages`` are
+        added up; those of the sites here by default."""
         ids = torch.arange(len(self.federation)) if among is None else among
         ids = ids[~self.outside(ids)]
         sending = Sending(
-            Channel(), key, encode=encode, sends=question.sends, secure=self.secure, messages=self.count(ids)
-        )
+            Channel(), key, encode=encode, sends=question.sends, secure=self.secure,
+            messages=messages or self.count(ids),
+        )  # fmt: skip
         plan = plan.taking(question.memory(asked))
         several = None if guard is None or self.secure else question.guard(guard, UNITS)
         yield from self._work(ids, plan, _QuestionExchange(self, question, asked, personal, sending, several))

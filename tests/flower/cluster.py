@@ -46,6 +46,12 @@ def model(inputs: int) -> fp.Composition:
 """
 
 
+def memory_of(pid: int) -> float:
+    """MiB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def settings_of(method: str, rounds: int, sites: str, address: str) -> str:
     return f'''name = "test"
 [data]

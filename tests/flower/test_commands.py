@@ -192,5 +192,5 @@ site ledger north"""
     assert "site north is admitted" in done.stdout
     assert "federation: not begun, 0 of 50 rounds" in done.stdout
     for module in ("metrics", "site_commands", "watch"):  # what goes on beside a site's node, or a run
-        code = f"import fedpop.flower.{module}, sys; sys.exit('torch' in sys.modules)"
+        code = f"import fedpop.flower.{module}, sys; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0, module

@@ -21,7 +21,7 @@ from fedpop.files import read_json, read_tensors
 from fedpop.flower import site_commands
 from fedpop.flower.certificates import split_address
 from fedpop.flower.processes import environment, free_port, healthy, program
-from tests.flower.cluster import MODEL, Cluster
+from tests.flower.cluster import MODEL, Cluster, memory_of
 from tests.flower.sites import here, same_bits
 from tests.helpers import generator
 
@@ -88,6 +88,8 @@ def test_a_site_with_tls_and_keys(tmp_path: Path) -> None:
         assert len(answers) > 50
         assert set(answers.values()) == {403}
         cluster.until(lambda: "(not admitted)" in cluster.output("rogue"), 120, "nobody refused")
+        waiting = cluster.of(tmp_path / "rogue") | {cluster.children["rogue"].pid}
+        assert sum(memory_of(pid) for pid in waiting) < 350
         cluster.start_site("north")
         assert cluster.finish(300) == 0, cluster.output("server")
         assert not (tmp_path / "rogue" / "experiments").exists()

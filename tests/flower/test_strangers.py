@@ -17,7 +17,7 @@ import pytest
 
 from fedpop.flower import admission
 from fedpop.flower.processes import environment, program
-from tests.flower.cluster import Cluster
+from tests.flower.cluster import Cluster, memory_of
 from tests.flower.sites import same_bits
 from tests.flower.test_processes import FEDAVG, fedavg, learned, simulated, tables
 
@@ -179,12 +179,6 @@ def test_noise_does_no_harm(tmp_path: Path) -> None:
         assert not sum(_is_open(each) for each in many)  # the server has closed them all
         for each in many:
             each.close()
-
-
-def memory_of(pid: int) -> float:
-    """MiB."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _is_open(each: socket.socket) -> bool:

@@ -295,8 +295,10 @@ def test_a_swapped_key_and_an_invented_site_are_refused() -> None:
 
 def test_a_key_of_low_order_is_refused_even_signed() -> None:
     sites = federation(4)
-    signer = secure._ed25519().Ed25519PrivateKey.from_private_bytes(identity("s01"))
-    low = secure.Offer("s01", bytes(32), signer.sign(secure._signed("run", "s01", bytes(32))))
+    signer = secure._identity(identity("s01"))
+    low = secure.Offer(
+        "s01", bytes(32), signer.sign(secure._signed("run", "s01", bytes(32)), secure._ecdsa())
+    )
     now = attempt(sites)
     with pytest.raises(SecureSumError, match="no X25519 key"):
         sites["s00"].send(replace(now, offers=(now.offers[0], low, *now.offers[2:])), words(0))
