@@ -293,6 +293,10 @@ TABLES: Mapping[str, Rows] = {
             ),
         },
         "questions/features.py": {
+            "SCHWARZ_SLACK": (
+                "by what a site's answer may break the Cauchy-Schwarz inequality before it is left out",
+                "derived: rounding of sums in single precision, with room",
+            ),
             "LEAST_EXAMPLES": (
                 "examples that a client must have to add to moments",
                 "derived: those of one example are its data",
@@ -561,6 +565,12 @@ TABLES: Mapping[str, Rows] = {
         },
     },
     "messages": {
+        "message/channel.py": {
+            "CLIP_SLACK": (
+                "share by which a clipped vector may arrive longer than its bound before it is clipped again",
+                "derived: rounding of norms in single precision, with room",
+            ),
+        },
         "message/guard.py": {
             "MESSAGES_FOR_A_MEDIAN": (
                 "messages of a round below which the guard is off",
@@ -772,6 +782,43 @@ TABLES: Mapping[str, Rows] = {
             ),
             "THETA_PROPOSAL_WIDTH": ("width of proposals for θ, in units of its information", NOT_MEASURED),
         },
+        "mixed/bases.py": {
+            "KNOT_BINS, KNOT_REACH": (
+                "the grid that knots of a spline are rounded to, in standard deviations about the mean",
+                "a quantile that is not rounded is somebody's value; the number of bins is not measured",
+            ),
+            "WORST_CONDITION": (
+                "condition beyond which a polynomial's coefficients say how they differ from R's",
+                "derived: half of the digits of double precision",
+            ),
+        },
+        "mixed/families.py": {
+            "LARGEST_ETA": (
+                "linear predictor beyond which a probability is zero or one",
+                "derived: in double precision it is, with room",
+            ),
+            "UPPER_SDS, UPPER_SCALES": (
+                "where a search for a quantile of a count or a gamma begins from above",
+                NOT_MEASURED,
+            ),
+        },
+        "mixed/profile.py": {
+            "MOST_PROFILE_POINTS, MOST_PROFILE_STEPS": (
+                "points on the way to an interval's end, and Newton steps to one, after which there is none",
+                NOT_MEASURED,
+            ),
+            "PROFILE_NATS": ("nats that a step still promises where a point is found", NOT_MEASURED),
+            "ZETA_TOLERANCE": ("how near zeta comes to its quantile", "derived: five digits of an end"),
+            "EDGE_SHARE, FIRST_ENTRY": (
+                "where a standard deviation counts as zero, or a correlation as one, and where a way from "
+                "there begins",
+                NOT_MEASURED,
+            ),
+            "SADDLE_SHARE": (
+                "share of the largest curvature by which a direction has to bend upward",
+                "derived: rounding of eigenvalues, with room",
+            ),
+        },
         "mixed/disclosure.py": {
             "CARRIED": (
                 "share of a column's squares that rows beside a few must carry, or a site does not answer",
@@ -812,6 +859,14 @@ TABLES: Mapping[str, Rows] = {
             "BOUNDARY_VARIANCE": ("a correlation that is at one", NOT_MEASURED),
         },
         "mixed/fit.py": {
+            "UNUSUAL_TIMES": (
+                "times the median length of effects at which a group is named",
+                "of a million groups with one normal effect the largest is about 60",
+            ),
+            "LEAST_SHARE_LEFT": (
+                "share of the largest variance below which a direction of effects is not judged",
+                "derived: rounding of eigenvalues, with room",
+            ),
             "INTERVAL_THETAS": ("draws of θ behind intervals that include its uncertainty", NOT_MEASURED),
             "THETA_PROPOSALS": ("values that these are chosen from", NOT_MEASURED),
             "EFFECT_DRAWS_PER_THETA": ("draws of a group's effects for each", NOT_MEASURED),
@@ -824,6 +879,10 @@ TABLES: Mapping[str, Rows] = {
             "PREDICTION_PROPOSALS": ("proposals that a group's effects are drawn from", NOT_MEASURED),
         },
         "mixed/quadrature.py": {
+            "LARGEST_LOG_DISPERSION": (
+                "logarithm of a dispersion beyond which it is none, by family",
+                "derived: what it says of rows is lost in rounding soon after",
+            ),
             "GRID_NODES": (
                 "nodes in each direction that a search begins with",
                 "more are taken until the likelihood agrees (`AGREED`), so only time depends on it",
@@ -911,6 +970,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "data/formats/idx.py": "_UINT8, MOST_DIMS",
             "data/formats/mat.py": "_HEADER, _MATRIX, _COMPRESSED, _KINDS, _NUMERIC, _COMPLEX",
             "message/words.py": "LOWEST, DIGITS, DIGIT",
+            "message/summed.py": "POWERS, COUNT_WIDTH",
             "privacy/secure.py": "WIDTHS, SECRET, NONCE",
             "message/compressors/base.py": "MAGIC, PAYLOAD_VERSION, FLOATS",
             "message/compressors/natural.py": "_MANTISSA, _MAGNITUDE, _LARGEST, _UP, _SUBNORMAL",
@@ -920,7 +980,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "files.py": "_UNITS",
             "flower/certificates.py": "CURVE_BITS",
             "flower/commands.py": "OTHERS_MASK",
-            "flower/server_commands.py": "FIT_LETTERS",
+            "flower/server_commands.py": "FIT_LETTERS, SECURE_BY_DEFAULT",
             "flower/ledger.py": "NOTHING",
             "flower/processes.py": "FAILED_CODE",
             "flower/transport.py": "NODE_GONE",
@@ -944,7 +1004,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "mixed/contrasts.py": "LARGEST_REFERENCE_GRID",
             "mixed/simulated.py": "LEAST_REPLICATES",
             "mixed/table.py": "LARGEST_VALUE",
-            "models/spec.py": "LARGEST_LAYER",
+            "models/spec.py": "LARGEST_LAYER, LARGEST_ARGUMENT, MOST_LAYERS",
             "priors/mixture.py": "MOST_COMPONENTS",
             "run/checkpoint.py": "MOST_THREADS",
             "comparison/budget.py": "MOST_ROUNDS_TRIED",
@@ -981,7 +1041,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/checks.py": "UNKNOWN_LEVELS, LISTED_VECTORS",
             "flower/rehearsal.py": "REHEARSED_ROUNDS",
             "mixed/design.py": "SHOWN",
-            "mixed/figures.py": "MOST_GROUPS_SHOWN, BLUE, GREY",
+            "mixed/figures.py": "MOST_GROUPS_SHOWN, MOST_SLICES, ROWS_OF_A_SLICE, BLUE, GREY",
             "report/features.py": "COUNTED_DRAWS, CLIENTS, EXAMPLES, INPUTS, FEATURES",
             "report/holdings.py": "MOST_NAMED_CLASSES, MOST_BARS, MOST_PIXELS",
             "flower/outcome.py": "SHOWN_ENTRIES",
@@ -1006,6 +1066,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
             "flower/remote.py": "QUIET_SECONDS, GREETED_SECONDS",
+            "flower/secure_site.py": "WRITTEN_SECONDS",
             "flower/server_commands.py": "RUN_TRIES",
             "flower/trackers.py": "RETRY_SECONDS",
             "flower/table_form.py": "ROWS_LOOKED_AT",

@@ -132,7 +132,8 @@ def fit(
     Args:
         data: A CSV or Parquet file.
         formula: As in lme4: "y ~ x + (x | group)".
-        family: gaussian, bernoulli, binomial or poisson.
+        family: gaussian, bernoulli, binomial, poisson, negative-binomial, gamma or beta-binomial, with a
+            link where it is not the usual one: "binomial(probit)".
         method: ML, or REML for gaussian models.
         weights: A column of weights.
         sites: A column that says at which site a row is, where sites hold many groups.
@@ -195,7 +196,7 @@ def server() -> None:
 
 @app.command
 def site() -> None:
-    """A site of a federation: enrol, join, ledger, predict, effects, personalise."""
+    """A site of a federation: enrol, join, ledger, predict, effects, residuals, personalise."""
     _federated("site", ["--help"])
 
 

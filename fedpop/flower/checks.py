@@ -97,7 +97,7 @@ def check_deployment(deployment: Deployment | FormulaDeployment, folder: Path, s
     return [f"method {type(method).__name__}{engine}", *words]
 
 
-def check_formula(about: Mapping[str, str], name: str) -> None:
+def check_formula(about: Mapping[str, str | int], name: str) -> None:
     """Raise where a formula, its family or its method cannot be used."""
     FormulaDeployment.of("check", about, 0, RoundTerms(), name)
 

@@ -146,6 +146,8 @@ def fit(
     family: Text = None,
     method: Text = None,
     weights: Text = None,
+    profile: bool = False,
+    bootstrap: int = 0,
     insecure: bool = False,
 ) -> None:
     """Fit a further mixed model over the same sites, or go on with it, and print it.
@@ -156,10 +158,13 @@ def fit(
         family: Of its response, as in fedpop fit.
         method: ML or REML.
         weights: A column, or an expression of columns.
+        profile: Profile intervals, too: some hundred questions to everyone.
+        bootstrap: Parametric replicates, too, whose responses sites draw.
         insecure: Neither TLS nor keys.
     """
     stop_on_signals()
-    about = _formula(formula, family, method, weights) or {}
+    about: dict[str, str | int] = {**(_formula(formula, family, method, weights) or {})}
+    about |= {n: v for n, v in {"profile": profile, "bootstrap": bootstrap}.items() if v}
     with _of("logs").command_log(folder / "logs" / LOG, False) as say:
         try:
             _of("server_commands").fit(folder, about, insecure, say)
@@ -373,6 +378,22 @@ def effects(
         experiment: Which one; the last by default.
     """
     _of("offline").effects(folder, out, plot, level, experiment, _say)
+
+
+@site.command
+def residuals(
+    folder: Positional[Path], out: File = None, plot: File = None, kind: Text = None, experiment: Text = None
+) -> None:
+    """Fitted values and residuals of this site's rows in a mixed model; nothing is sent.
+
+    Args:
+        folder: The site's folder.
+        out: A CSV file; the terminal by default.
+        plot: A picture of them, such as residuals.png.
+        kind: response, pearson or deviance; by default as R has it for the family.
+        experiment: Which one; the last by default.
+    """
+    _of("offline").residuals(folder, out, plot, kind, experiment, _say)
 
 
 @site.command

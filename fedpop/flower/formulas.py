@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,13 +44,19 @@ log = logging.getLogger("fedpop.server")
 
 R = TypeVar("R")
 
-WORDS = ("formula", "family", "method", "weights", "levels", "contrasts", "min_count", "missing", "na")
-"""What ``[model]`` has where a federation is about a formula, as ``mixed_model`` has these words."""
+WORDS = (
+    *("formula", "family", "method", "weights", "levels", "contrasts", "min_count", "missing", "na"),
+    *("profile", "bootstrap"),
+)
+"""What ``[model]`` has where a federation is about a formula: words of ``mixed_model``, and what is asked
+once there is a fit."""
 SUMMARY = "fit.json"
 """In the run's folder: the fit for ``fedpop.load``, its numbers as ``fedpop fit --json`` writes them, and
 what ``print`` shows."""
 SITES, METRICS = "sites.json", "metrics.jsonl"
 """There, too: whose answers the fit is made of, and a line for each question."""
+PROFILE, BOOTSTRAP = "profile.csv", "bootstrap.csv"
+"""Where they were asked for: profile intervals, and estimates of replicates."""
 DESCRIBED = "described"
 """A fit's plain values among the tensors that a site receives."""
 
@@ -67,10 +73,20 @@ class FormulaDeployment:
     name: str = ""
     whom: Sequence[str] = ()
     """Sites that are waited for when it begins: those that are admitted, where ``begin`` says nothing."""
+    profile: bool = False
+    """Profile intervals are found, too."""
+    bootstrap: int = 0
+    """Parametric replicates, which sites draw from their own rows."""
     secure: SecureTerms | None = None
     """Sums are secure, between these sites."""
 
     def __post_init__(self) -> None:
+        if self.profile and self.fit.method == "REML":
+            raise SettingsError("profiles are those of the likelihood: profile intervals are for method ML")
+        if self.bootstrap < 0 or self.bootstrap == 1:
+            raise SettingsError(f"a bootstrap takes 2 replicates or more, not {self.bootstrap}")
+        if (self.profile or self.bootstrap) and not self.terms.waits:
+            raise SettingsError("profile and bootstrap need everyone in every round: [sites] quorum = 1.0")
         if self.fit.engine_for(self.study) != "exact":
             raise SettingsError("across sites a formula is fitted by the exact engine, or by scoring steps")
         if not self.terms.waits and self.fit.method == "REML":
@@ -90,6 +106,9 @@ class FormulaDeployment:
     ) -> FormulaDeployment:
         """From the words of ``[model]``, and of ``[data]`` about columns."""
         given = dict(model)
+        profile, bootstrap = given.pop("profile", False), given.pop("bootstrap", 0)
+        if not isinstance(profile, bool) or type(bootstrap) is not int:
+            raise SettingsError("[model]: profile is true or false, bootstrap a number of replicates")
         for word in ("formula", "family", "method", "weights", "missing"):
             if word in given and not isinstance(given[word], str):
                 raise SettingsError(f"[model]: {word} is a text, not {given[word]!r}")
@@ -102,7 +121,14 @@ class FormulaDeployment:
         fit = FitSettings(**how)
         settings = Settings(rounds=None, seed=seed, participation=Everyone())
         return cls(
-            experiment, study, replace(fit, chains=replace(fit.chains, seed=seed)), settings, terms, name
+            experiment,
+            study,
+            replace(fit, chains=replace(fit.chains, seed=seed)),
+            settings,
+            terms,
+            name,
+            profile=profile,
+            bootstrap=bootstrap,
         )
 
     def run(self, transport: Transport, folder: Path) -> int:
@@ -131,7 +157,8 @@ def run_formula(deployment: FormulaDeployment, transport: Transport, folder: Pat
     write_fit(fit, to)
     write_json(folder / SUMMARY, fit.plain())
     write_json(folder / OUTCOME, {"estimates": _rows(fit), "warnings": [*_warnings(fit), *without]})
-    write_bytes(folder / PRINTED, f"{fit}\n".encode())
+    printed = "".join(f"\n{words}\n" for words in (fit, *_afterwards(deployment, fit, folder)))
+    write_bytes(folder / PRINTED, printed.lstrip().encode())
     about, tensors = described(fit)
     text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
     have = members.finish(tensors | {DESCRIBED: text}, fit.rounds, [("formula", fit.formula)])
@@ -147,6 +174,18 @@ def compared(members: Members, study: FormulaStudy) -> tuple[FormulaStudy, Mappi
     study = replace(study, form=dict(study.form) | {"medians": medians})
     members.update_study(study)
     return study, histograms
+
+
+def _afterwards(deployment: FormulaDeployment, fit: MixedFit, folder: Path) -> Iterator[str]:
+    """What was asked for beside the fit, in words; in files, too."""
+    if deployment.profile:
+        found = fit.confint(method="profile")
+        write_bytes(folder / PROFILE, found.to_csv(index_label="parameter").encode())
+        yield f"Profile intervals (95 %):\n{found.to_string()}"
+    if deployment.bootstrap:
+        drawn = fit.bootstrap(deployment.bootstrap, seed=deployment.settings.seed)
+        write_bytes(folder / BOOTSTRAP, drawn.table.to_csv(index=False).encode())
+        yield str(drawn)
 
 
 class FederatedMembers(JournaledMembers):
@@ -226,11 +265,9 @@ def _rows(fit: MixedFit) -> list[dict[str, Any]]:
         {"name": name, "of": "all sites", "estimate": value, "error": fit.standard_errors[name]}
         for name, value in fit.coefficients.items()
     ]
-    rows += [
-        {"name": f"sd {row.term.removeprefix('sd ')}", "of": str(row.group), "estimate": float(row.estimate)}
-        for row in fit.to_frame().itertuples()
-        if row.effect == "random"
-    ]
+    for row in fit.to_frame().itertuples():
+        if row.effect != "fixed":
+            rows.append({"name": row.term, "of": row.group, "estimate": float(row.estimate)})
     return rows
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +42,11 @@ from fedpop.mixed.study import FormulaStudy, table_at
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.site.store import LocalStore
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedpop.mixed.fit import MixedFit
 
 Say = Callable[[str], None]
 WHOLE = ("model.safetensors", "method.json", THETA, SEALED)
@@ -99,15 +104,34 @@ def effects(
     root: Path, out: Path | None, plot: Path | None, level: float, name: str | None, say: Say
 ) -> None:
     """Posteriors of this site's groups, as a table and as a picture."""
+    fit = _formula_at(root, name)
+    _write_table(fit.random_effects(level).reset_index().to_csv(index=False, float_format="%.6g"), out, say)
+    if plot is not None:
+        _write_figure(fit.plot("effects", level), plot, say)
+
+
+def residuals(
+    root: Path, out: Path | None, plot: Path | None, kind: str | None, name: str | None, say: Say
+) -> None:
+    """What the fit leaves of this site's rows, by their places in its table."""
+    fit = _formula_at(root, name)
+    table = fit.fitted().to_frame().join(fit.residuals(kind)).rename_axis("row")
+    _write_table(table.reset_index().to_csv(index=False, float_format="%.6g"), out, say)
+    if plot is not None:
+        _write_figure(fit.plot("residuals"), plot, say)
+
+
+def _formula_at(root: Path, name: str | None) -> MixedFit:
     experiment = _finished(experiment_of(root, name))
     if not isinstance(experiment.study, FormulaStudy):
         raise SettingsError(f"{experiment.name} is not about a formula: fedpop site predict has its models")
-    fit = fit_at(experiment)
-    _write_table(fit.random_effects(level).reset_index().to_csv(index=False, float_format="%.6g"), out, say)
-    if plot is not None:
-        with writing(plot):
-            fit.plot("effects", level).savefig(plot)
-        say(f"{plot} is written")
+    return fit_at(experiment)
+
+
+def _write_figure(figure: Figure, to: Path, say: Say) -> None:
+    with writing(to):
+        figure.savefig(to)
+    say(f"{to} is written")
 
 
 def _write_table(text: str, out: Path | None, say: Say) -> None:

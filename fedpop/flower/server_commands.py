@@ -224,18 +224,18 @@ def certificate(root: Path, hosts: list[str], days: int, say: Say) -> None:
 # --- run ---------------------------------------------------------------------------------------
 
 
-def toml_of(about: Mapping[str, str]) -> str:
-    """Texts as lines of TOML."""
+def toml_of(about: Mapping[str, str | int]) -> str:
+    """Texts and numbers as lines of TOML."""
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in about.items())
 
 
-def fit(root: Path, about: Mapping[str, str], insecure: bool, say: Say) -> None:
+def fit(root: Path, about: Mapping[str, str | int], insecure: bool, say: Say) -> None:
     """Fit a further formula on the same sites, or go on; its folder goes by what it is."""
     folder = ServerFolder(root.absolute())
     _ = folder.settings  # nothing is made in a folder that is none
     _checks().check_formula(about, "check")
     text = toml_of(about)
-    words = re.sub("[^a-z0-9]+", "-", about["formula"].lower()).strip("-")[:FIT_LETTERS]
+    words = re.sub("[^a-z0-9]+", "-", str(about["formula"]).lower()).strip("-")[:FIT_LETTERS]
     name = f"{words}-{digest_of_bytes(text.encode())[:6]}"
     file = writable_folder(folder.fits / name) / FORMULA_FILE
     if not file.exists():

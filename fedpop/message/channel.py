@@ -51,7 +51,7 @@ def resolve_compressor(compressor: Compressor | str) -> Compressor:
     )
 
 
-ROUNDING = 1e-5
+CLIP_SLACK = 1e-5
 """Of vectors in single precision that were clipped: so much longer they may arrive."""
 AS_IT_IS = Identity()
 """What becomes of vectors that are not compressed."""
@@ -261,7 +261,7 @@ class Channel(Checked):
                 factor = abs(float(message.named[name.removeprefix(NAMED)][1].reshape(-1)[0]))
             elif message.weighted and not name.startswith(PLAIN):
                 factor = weight
-            most = self.clip * factor * self._for(base, site).longest(v.shape[1]) * (1 + ROUNDING)
+            most = self.clip * factor * self._for(base, site).longest(v.shape[1]) * (1 + CLIP_SLACK)
             norm = float(torch.linalg.vector_norm(v, dtype=torch.float64))
             if norm > most:
                 seen[name] = v * (most / norm)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -372,7 +372,7 @@ class Family:
 
     def linked(self, mean: float) -> float:
         """The linear predictor of a mean."""
-        return LINKED[self.link](mean)
+        return linked(self.link, mean)
 
     # --- of rows, as numbers -------------------------------------------------------------------------
 
@@ -425,13 +425,21 @@ class Family:
         return np.asarray(stats.poisson.ppf(uniform, mean))
 
 
-LINKED: Mapping[str, Callable[[float], float]] = {
-    "identity": float,
-    "log": math.log,
-    "logit": lambda mean: math.log(mean / (1 - mean)),
-    "probit": lambda mean: float(special.ndtri(mean)),
-    "cloglog": lambda mean: math.log(-math.log1p(-mean)),
-}
+def linked(link: str, mean: float) -> float:
+    """The linear predictor of a mean."""
+    match link:
+        case "identity":
+            return mean
+        case "log":
+            return math.log(mean)
+        case "logit":
+            return math.log(mean / (1 - mean))
+        case "probit":
+            return float(special.ndtri(mean))
+        case _:
+            return math.log(-math.log1p(-mean))
+
+
 YES_OR_NO: Mapping[str, Likelihood] = {
     "logit": Bernoulli(),
     "probit": Probit(),

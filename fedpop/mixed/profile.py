@@ -35,7 +35,7 @@ EDGE_SHARE = 1e-3
 """The share of a standard deviation, or of what is left to a correlation of one, at which it is there."""
 FIRST_ENTRY = 0.1
 """The factor's entry from which the way begins where a variance is zero."""
-SADDLE = 1e-9
+SADDLE_SHARE = 1e-9
 """The share of the largest curvature by which a direction has to bend upward."""
 
 Measure = Callable[[Tensor], Tensor]
@@ -193,7 +193,7 @@ def _away(information: Tensor, a: Tensor) -> Tensor | None:
     may once something else has moved; None at a maximum."""
     tangent = torch.linalg.qr(torch.cat((a.unsqueeze(1), torch.eye(len(a), dtype=a.dtype)), dim=1))[0][:, 1:]
     values, vectors = torch.linalg.eigh(tangent.mT @ information @ tangent)
-    if not len(values) or float(values[0]) >= -SADDLE * float(values.abs().max()):
+    if not len(values) or float(values[0]) >= -SADDLE_SHARE * float(values.abs().max()):
         return None
     found: Tensor = tangent @ vectors[:, 0]
     return found / found.abs().max()

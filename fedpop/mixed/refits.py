@@ -35,7 +35,8 @@ def updated(fit: MixedFit, formula: str, settings: Mapping[str, Any]) -> MixedFi
     """The same call with another formula or other settings."""
     if fit.again is None:
         raise SettingsError(
-            "this fit does not have its table on this machine: fit the other formula over its members"
+            "this fit does not have its table on this machine: over sites a further formula is fitted by "
+            "fedpop server fit DIR FORMULA"
         )
     return fit.again(changed(fit.formula, formula), **settings)
 

@@ -90,7 +90,10 @@ def bootstrapped(fit: MixedFit, count: int, seed: int) -> Bootstrap:
     if count < LEAST_REPLICATES:
         raise SettingsError(f"a bootstrap takes {LEAST_REPLICATES} replicates or more, not {count}")
     if fit.refit is None:
-        raise SettingsError("this fit was made by hand and cannot be repeated")
+        raise SettingsError(
+            "this fit was read from a file, and refits need all who answered: where they are sites, "
+            "fedpop server fit DIR FORMULA --bootstrap N; else fit it anew"
+        )
     members, study, found, failed = fit.groups.members, fit.groups.study, [], 0
     try:
         for k in range(count):

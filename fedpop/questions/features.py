@@ -22,7 +22,7 @@ LEAST_EXAMPLES = 2
 COLLINEAR = 1e-10
 """An eigenvalue of the moments of features whose mean square is one, below which they are multiples of each
 other: rounding leaves 1e-15 of sums in double precision, and (1e-7)^2 of columns in single precision."""
-SLACK = 1 + 1e-6
+SCHWARZ_SLACK = 1 + 1e-6
 """Of rounding, where products of sums are compared with each other."""
 FEATURE_ROWS = 64
 """Examples of a unit that are used: one number is asked for, and a pass over all images of many clients
@@ -120,7 +120,7 @@ class FeatureMoments(Question[Tensors]):
 def moments_possible(second: Tensor) -> Tensor:
     """Which of these ``[S, q, q]`` can be sums of f f': no entry is more than the diagonal allows."""
     size = second.diagonal(dim1=1, dim2=2)
-    most = SLACK * size.unsqueeze(1) * size.unsqueeze(2)
+    most = SCHWARZ_SLACK * size.unsqueeze(1) * size.unsqueeze(2)
     return (size >= 0).all(1) & (second.square() <= most).flatten(1).all(1)
 
 

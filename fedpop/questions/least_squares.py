@@ -19,7 +19,7 @@ from fedpop.models.base import LinearLayout, Model
 from fedpop.questions.base import Question, Units
 from fedpop.questions.features import (
     LEAST_EXAMPLES,
-    SLACK,
+    SCHWARZ_SLACK,
     head_features,
     head_layout,
     moments_possible,
@@ -67,7 +67,9 @@ class LeastSquares(Question[Tensors]):
         c = columns_of(sent.shape[1], outputs)
         second, cross = sent[:, : c * c].unflatten(1, (c, c)), sent[:, c * c : -2].unflatten(1, (c, outputs))
         sizes = second.diagonal(dim1=1, dim2=2)
-        explained = (cross.square() <= SLACK * sizes.unsqueeze(2) * sent[:, -2, None, None]).all(2).all(1)
+        explained = (
+            (cross.square() <= SCHWARZ_SLACK * sizes.unsqueeze(2) * sent[:, -2, None, None]).all(2).all(1)
+        )
         possible: Tensor = (sent[:, -2:] >= 0).all(1) & explained & moments_possible(second)
         return possible
 

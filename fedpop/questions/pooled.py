@@ -27,7 +27,7 @@ from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.models.base import Model
 from fedpop.questions.base import Question, Units
-from fedpop.questions.features import LEAST_EXAMPLES, SLACK, moments_possible
+from fedpop.questions.features import LEAST_EXAMPLES, SCHWARZ_SLACK, moments_possible
 from fedpop.questions.least_squares import RIDGE, spread_of
 
 POOLED_STEPS = 8
@@ -63,7 +63,7 @@ class PooledFit(Question[Tensors]):
         sums = vectors["sums"].unflatten(1, (-1, d * d + d + 3))
         second, cross = sums[..., : d * d].unflatten(2, (d, d)), sums[..., d * d : -3]
         sizes = second.diagonal(dim1=2, dim2=3)
-        explained = (cross.square() <= SLACK * sizes * sums[..., -3:-2]).flatten(1).all(1)
+        explained = (cross.square() <= SCHWARZ_SLACK * sizes * sums[..., -3:-2]).flatten(1).all(1)
         whole = moments_possible(second.flatten(0, 1)).unflatten(0, sums.shape[:2]).all(1)
         possible: Tensor = (sums[..., -3:] >= 0).flatten(1).all(1) & explained & whole
         return possible

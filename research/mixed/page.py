@@ -22,6 +22,18 @@ MEASURES = {
     "modes": ("modes, posterior sds", 1.0, ".4f"),
 }
 """What is compared: title, times, digits."""
+NESTED_MEASURES = {n: MEASURES[n] for n in ("fixed", "standard_errors", "sds", "sigma", "log_likelihood")} | {
+    "degrees": ("degrees of freedom, %", 100.0, ".4f")
+}
+NESTED_LIMITS = {
+    "fixed": 1e-3,
+    "standard_errors": 1e-3,
+    "sds": 1e-3,
+    "sigma": 1e-4,
+    "log_likelihood": 1e-5,
+    "degrees": 1e-4,
+}
+"""As R's own numbers: its standard errors of counts are from a numerical Hessian."""
 LIMITS: dict[str, dict[str, float]] = {
     "gaussian": {
         "fixed": 0.05,
@@ -40,6 +52,10 @@ LEGEND = (
     "over terms and seeds. Limits are for the exact engine; chains, a fifth of the groups in each round and "
     "QSGD may be twice as far."
 )
+NESTED = (
+    "Largest distance from lme4's fit, over terms: gaussian models by both likelihoods, a binomial one by "
+    "Laplace's approximation, as glmer has it; degrees of freedom are Satterthwaite's, from lmerTest."
+)
 COVERED = (
     f"{run.BLOCKS * run.REPLICATES} data sets drawn from the fit to sleepstudy: how often the 90 % interval "
     "of a new subject's reaction covers, on average over days 0 to 9, with Student's 95 % interval over "
@@ -53,7 +69,7 @@ POOLED = (
 
 
 def _cell(found: list[float], measure: str) -> str:
-    _, times, form = MEASURES[measure]
+    _, times, form = (MEASURES | NESTED_MEASURES)[measure]
     return f"{times * max(found):{form}}" if found else "-"
 
 
@@ -80,6 +96,18 @@ def agreement(results: Results) -> Sheet:
                 (task.data, how, str(len(found)), *cells, rounds, f"{mean(values(found, 'cpu')):.2f}")
             )
     return Sheet(columns, rows, frozenset(strong))
+
+
+def nested(results: Results) -> Sheet:
+    titles = (title for title, _, _ in NESTED_MEASURES.values())
+    rows = []
+    for task in run.NESTED:
+        for method in task.methods:
+            found = results.of(run.setting_of(task), method)
+            cells = [_cell(values(found, m), m) for m in NESTED_MEASURES]
+            cost = f"{mean(values(found, 'rounds', 'cost')):.0f}", f"{mean(values(found, 'cpu')):.2f}"
+            rows += [(task.data.removeprefix("nested/"), method, *cells, *cost)] if found else []
+    return Sheet(("data", "method", *titles, "rounds", "cpu s"), rows)
 
 
 def units(results: Results) -> Sheet:
@@ -160,6 +188,7 @@ def pooling_figure(results: Results) -> Figure | None:
 def sheets(results: Results) -> dict[str, Sheet]:
     return {
         "Distance from the reference": agreement(results),
+        "Nested factors, REML, degrees of freedom": nested(results),
         "The same model in other coordinates": units(results),
         "90 % intervals of new groups": covered(results),
         "Radon: three ways to pool": pooled(results),
@@ -169,10 +198,16 @@ def sheets(results: Results) -> dict[str, Sheet]:
 def page(results: Results) -> Page:
     figure = pooling_figure(results)
     titles = sheets(results)
-    texts = (LEGEND, "By how much its log-likelihood differs from the reference's, in nats.", COVERED, POOLED)
-    drawn = ((), (), (), (figure,) if figure else ())
+    texts = (
+        LEGEND,
+        NESTED,
+        "By how much its log-likelihood differs from the reference's, in nats.",
+        COVERED,
+        POOLED,
+    )
+    drawn = ((), (), (), (), (figure,) if figure else ())
     sections = [
-        Section(title, text, sheet, figures, wide=bool(figures) or i == 0)
+        Section(title, text, sheet, figures, wide=bool(figures) or i < 2)
         for i, ((title, sheet), text, figures) in enumerate(zip(titles.items(), texts, drawn, strict=True))
     ]
     lead = (

@@ -1,5 +1,5 @@
-"""Models of tables with reference fits, and jobs: fits beside these references, a parametric bootstrap, and
-counties with half of their homes."""
+"""Models of tables with reference fits, and jobs: fits beside these references, nested factors among them, a
+parametric bootstrap, and counties with half of their homes."""
 
 from __future__ import annotations
 
@@ -66,6 +66,28 @@ class ReferenceTask:
         return found
 
 
+@dataclass(frozen=True)
+class NestedTask:
+    """A model, most with factors in factors, whose references are by the method of fit."""
+
+    data: str
+    formula: str
+    methods: tuple[str, ...] = ("ML", "REML")
+    family: str = "gaussian"
+
+    def table(self, data: Path | None) -> Any:
+        words = self._saved(data)["data"]["factor_columns"]
+        return read_csv(file(f"{self.data}.csv", data)).astype(dict.fromkeys(words, str))
+
+    def truth(self, method: str, data: Path | None) -> dict[str, Any]:
+        found: dict[str, Any] = self._saved(data)["fits"][method]
+        return found
+
+    def _saved(self, data: Path | None) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(file(f"{self.data}.json", data))
+        return found
+
+
 SLEEP = ReferenceTask("sleepstudy", "Reaction ~ Days + (Days | Subject)", "random_slope")
 RADON = ReferenceTask("radon", "log_radon ~ floor + (1 | county)", "random_intercept")
 CBPP = ReferenceTask(
@@ -76,6 +98,17 @@ CBPP = ReferenceTask(
     ("period",),
 )
 TASKS = (SLEEP, RADON, CBPP)
+NESTED = (
+    NestedTask("nested/pastes", "strength ~ 1 + (1 | batch/cask)"),
+    NestedTask("nested/oats", "yield ~ nitro * Variety + (1 | Block/Variety)"),
+    NestedTask("nested/sleepstudy", SLEEP.formula, ("REML",)),
+    NestedTask(
+        "nested/guimmun",
+        "immun ~ kid2p + mom25p + ethn + momEd + rural + pcInd81 + (1 | comm/mom)",
+        ("Laplace",),
+        "binomial",
+    ),
+)
 
 
 def file(name: str, data: Path | None) -> Path:
@@ -126,6 +159,34 @@ def agreement(task: ReferenceTask, how: str, seed: int, data: Path | None) -> li
     return [_record(setting_of(task), how, seed, metrics, fit)]
 
 
+def nested(task: NestedTask, method: str, data: Path | None) -> list[Record]:
+    """Beside lme4's fit, and lmerTest's degrees of freedom."""
+    frame, truth, started = task.table(data), task.truth(method, data), time.process_time()
+    words = {"method": method} if method != "Laplace" else {}
+    fit = mixed_model(task.formula, frame, task.family, **words)
+    degrees = fit.degrees
+    cpu = time.process_time() - started
+    errors, several = truth["se"], len(fit.factors) > 1
+    sds = {
+        f"{term}|{factor}" if several else term: value
+        for factor, random in truth["random"].items()
+        for term, value in random["sd"].items()
+    }
+    metrics = {
+        "fixed": max(abs(fit.coefficients[n] - v) / errors[n] for n, v in truth["fixed"].items()),
+        "standard_errors": max(abs(fit.standard_errors[n] / v - 1) for n, v in errors.items()),
+        "sds": max(abs(fit.sd[n] / v - 1) for n, v in sds.items()),
+        "log_likelihood": abs(fit.log_likelihood - truth["logLik"]),
+        "converged": float(fit.converged),
+        "cpu": cpu,
+    }
+    if fit.sigma is not None:
+        metrics["sigma"] = abs(fit.sigma / truth["sigma"] - 1)
+    if known := truth.get("satterthwaite"):
+        metrics["degrees"] = max(abs(degrees[n] / v["df"] - 1) for n, v in known.items())
+    return [_record(setting_of(task), method, 0, metrics, fit)]
+
+
 def coordinates(unit: str, data: Path | None) -> list[Record]:
     """The same model with days in other units: by how much its likelihood differs."""
     frame, (zero, times) = SLEEP.table(data), UNITS[unit]
@@ -134,7 +195,7 @@ def coordinates(unit: str, data: Path | None) -> list[Record]:
     return [_record({"data": "sleepstudy, coordinates"}, unit, 0, {"log_likelihood": off}, fit)]
 
 
-def setting_of(task: ReferenceTask) -> dict[str, Any]:
+def setting_of(task: ReferenceTask | NestedTask) -> dict[str, Any]:
     return {"data": task.data, "formula": task.formula, "family": task.family}
 
 
@@ -203,6 +264,10 @@ def jobs(asked: Asked) -> list[Job]:
             for seed in range(asked.seeds if how != "exact" else 1):
                 label = f"{task.data}, {how}, seed {seed}"
                 out.append(Job(agreement, (task, how, seed, data), label, setting_of(task), seed, (how,)))
+    for one in NESTED:
+        for method in one.methods:
+            label = f"{one.data}, {method}"
+            out.append(Job(nested, (one, method, data), label, setting_of(one), 0, (method,)))
     for unit in UNITS:
         setting = {"data": "sleepstudy, coordinates"}
         out.append(Job(coordinates, (unit, data), f"sleepstudy in {unit}", setting, 0, (unit,)))

@@ -15,6 +15,7 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.files import write_json
 from fedpop.flower import server_commands
 from fedpop.flower.formulas import FormulaDeployment, compare_fits, fit_at, predicted_rows, run_formula
+from fedpop.flower.offline import residuals
 from fedpop.flower.records import request_from_record
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.server_folder import ServerFolder
@@ -102,6 +103,47 @@ def test_each_site_has_its_own_groups_and_everybodys_theta(simulated: Any, tmp_p
             table = rows.head(2) if kind != "new" else rows.head(2).assign(g="new")
             one = here.predict(table, kind).to_numpy()
             np.testing.assert_allclose(found[["mean", "lower", "upper"]].to_numpy()[at], one, rtol=1e-6)
+        residuals(tmp_path / site, tmp_path / "left.csv", tmp_path / "left.png", None, "test", [].append)
+        left = pd.read_csv(tmp_path / "left.csv", index_col="row")
+        parts = left.response + left.fitted
+        np.testing.assert_allclose(parts[range(len(rows))], rows.y, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(left.fitted, here.fitted()[frame.y.isin(rows.y)], rtol=0, atol=1e-4)
+        assert (tmp_path / "left.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_profiles_and_replicates_are_those_of_one_machine(simulated: Any, tmp_path: Path) -> None:  # noqa: F811
+    """A few rows of rare responses: replicates differ in fewer rows than a site shows of its own."""
+    frame = simulated([8] * 12)
+    frames, formula = by_site(frame, "g", 3), "yes ~ w + (1 | g)"
+    model = {"formula": formula, "family": "bernoulli", "profile": True, "bootstrap": 2}
+    run_formula(deployment(model, 3), transport_on(grid_of(tmp_path, frames)), tmp_path / "run")
+    here = fp.mixed_model(formula, frames, "bernoulli")
+    ends = pd.read_csv(tmp_path / "run" / "profile.csv", index_col="parameter")
+    expected = here.confint(method="profile")
+    assert list(ends.index) == list(expected.index)
+    np.testing.assert_allclose(ends.to_numpy(), expected.to_numpy(), rtol=1e-6, atol=1e-8)
+    replicates = pd.read_csv(tmp_path / "run" / "bootstrap.csv")
+    pd.testing.assert_frame_equal(replicates, here.bootstrap(2).table, rtol=1e-6)
+    printed = (tmp_path / "run" / "fit.txt").read_text()
+    assert printed.startswith("Generalized linear mixed model")
+    assert "2 parametric replicates" in printed
+    assert "Profile intervals (95 %)" in printed
+    fit = fit_at(SiteExperiment(open_site(tmp_path / "north"), "test"))
+    own = fit.random_effects()
+    np.testing.assert_allclose(own, here.random_effects().loc[own.index], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"profile": True, "method": "REML"}, "profile intervals are for method ML"),
+        ({"bootstrap": 1}, "takes 2 replicates or more, not 1"),
+        ({"bootstrap": True}, "bootstrap a number of replicates"),
+    ],
+)
+def test_what_cannot_be_asked_beside_a_fit(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        deployment({"formula": "y ~ w + (1 | g)", **words}, 3)
 
 
 def test_a_server_that_is_killed_goes_on_without_asking_twice(simulated: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -102,7 +102,7 @@ def test_what_init_and_check_say_by_the_number_of_sites(
     fedpop("server", "check", three.server)
     assert "a lost one stops the run until it is back" in capsys.readouterr().out
     four = Secured(tmp_path / "four")
-    sys.modules.pop("model")
+    sys.modules.pop("model", None)
     fedpop("server", "check", four.server)
     assert "3 of 4 sites must be heard" in capsys.readouterr().out
 

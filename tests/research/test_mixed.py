@@ -31,6 +31,16 @@ def test_fits_are_within_their_limits(task, how, committed):
                 assert r["metrics"][measure] <= limit * (1 if how == "exact" else 2), (r["seed"], measure)
 
 
+@pytest.mark.parametrize("task", run.NESTED, ids=lambda t: t.data)
+def test_nested_factors_and_degrees_are_rs(task, committed):
+    for method in task.methods:
+        (r,) = committed.of(run.setting_of(task), method)
+        assert r["metrics"]["converged"]
+        assert ("degrees" in r["metrics"]) == (method == "REML")
+        for measure, limit in page.NESTED_LIMITS.items():
+            assert r["metrics"].get(measure, 0.0) <= limit, (method, measure)
+
+
 def test_other_coordinates_are_the_same_model(committed):
     for unit in run.UNITS:
         (r,) = (r for r in committed.of(method=unit))
@@ -56,14 +66,17 @@ def test_small_counties_gain_by_pooling(committed):
 
 def test_jobs_make_records_that_a_page_is_made_of(tmp_path):
     need("radon.csv")
+    need("nested/pastes.csv")
     need("sleepstudy.csv")
     data, results = FOLDER.parent, Results(tmp_path)
     results.add(run.agreement(SLEEP, "exact", 0, data))
+    results.add(run.nested(run.NESTED[0], "REML", data))
     results.add(run.pooled(0, data))
     results.add(run.coverage(0, data, replicates=1))
     EXPERIMENT.write(results)
     text = (tmp_path / "results.md").read_text()
     assert "| sleepstudy | exact | 1 |" in text
+    assert "| pastes | REML |" in text
     assert "partial pooling" in (tmp_path / "report.html").read_text()
     assert RADON.formula in str(results.settings())
 
