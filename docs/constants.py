@@ -802,16 +802,6 @@ TABLES: Mapping[str, Rows] = {
                 NOT_MEASURED,
             ),
         },
-        "mixed/outliers.py": {
-            "UNUSUAL_TIMES": (
-                "times the median length of effects at which a group is named",
-                "of a million groups with one normal effect the largest is about 60",
-            ),
-            "LEAST_SHARE_LEFT": (
-                "share of the largest variance below which a direction of effects is not judged",
-                "derived: rounding of eigenvalues, with room",
-            ),
-        },
         "mixed/profile.py": {
             "MOST_PROFILE_POINTS, MOST_PROFILE_STEPS": (
                 "points on the way to an interval's end, and Newton steps to one, after which there is none",
@@ -869,6 +859,14 @@ TABLES: Mapping[str, Rows] = {
             "BOUNDARY_VARIANCE": ("a correlation that is at one", NOT_MEASURED),
         },
         "mixed/fit.py": {
+            "UNUSUAL_TIMES": (
+                "times the median length of effects at which a group is named",
+                "of a million groups with one normal effect the largest is about 60",
+            ),
+            "LEAST_SHARE_LEFT": (
+                "share of the largest variance below which a direction of effects is not judged",
+                "derived: rounding of eigenvalues, with room",
+            ),
             "INTERVAL_THETAS": ("draws of θ behind intervals that include its uncertainty", NOT_MEASURED),
             "THETA_PROPOSALS": ("values that these are chosen from", NOT_MEASURED),
             "EFFECT_DRAWS_PER_THETA": ("draws of a group's effects for each", NOT_MEASURED),
@@ -972,6 +970,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "data/formats/idx.py": "_UINT8, MOST_DIMS",
             "data/formats/mat.py": "_HEADER, _MATRIX, _COMPRESSED, _KINDS, _NUMERIC, _COMPLEX",
             "message/words.py": "LOWEST, DIGITS, DIGIT",
+            "message/summed.py": "POWERS, COUNT_WIDTH",
             "privacy/secure.py": "WIDTHS, SECRET, NONCE",
             "message/compressors/base.py": "MAGIC, PAYLOAD_VERSION, FLOATS",
             "message/compressors/natural.py": "_MANTISSA, _MAGNITUDE, _LARGEST, _UP, _SUBNORMAL",
@@ -981,7 +980,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "files.py": "_UNITS",
             "flower/certificates.py": "CURVE_BITS",
             "flower/commands.py": "OTHERS_MASK",
-            "flower/server_commands.py": "FIT_LETTERS",
+            "flower/server_commands.py": "FIT_LETTERS, SECURE_BY_DEFAULT",
             "flower/ledger.py": "NOTHING",
             "flower/processes.py": "FAILED_CODE",
             "flower/transport.py": "NODE_GONE",
@@ -1067,6 +1066,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
             "flower/remote.py": "QUIET_SECONDS, GREETED_SECONDS",
+            "flower/secure_site.py": "WRITTEN_SECONDS",
             "flower/server_commands.py": "RUN_TRIES",
             "flower/trackers.py": "RETRY_SECONDS",
             "flower/table_form.py": "ROWS_LOOKED_AT",

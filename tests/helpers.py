@@ -48,6 +48,11 @@ def linear_model(k: int = 3, d: int = 2, variance: float | str = 0.5, seed: int 
     )
 
 
+def two_classes() -> fp.Composition:
+    """A linear head with biases over two classes, on three inputs."""
+    return fp.Composition(seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 2), 2), "categorical")
+
+
 def ragged(sizes: tuple[int, ...] = (3, 0, 5, 1), k: int = 3, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     """Clients of these sizes with standard normal x and y."""
     g = generator(seed)

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,10 @@ def commands_of(page: str) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             found = re.match(rf"\s*(?:(?:{BEFORE}) +)*(?:\S*/)?fedpop (.*)", line)
             if found:
-                code = re.split(r"\s{2,}|\s+#|;|&|\|", found[1].strip())[0]
-                words = shlex.split(code)
+                tokens = shlex.shlex(
+                    re.split(r"\s{2,}", found[1].strip())[0], posix=True, punctuation_chars=True
+                )
+                words = list(takewhile(lambda token: not set(token) <= set("();<>|&"), tokens))
                 if words and re.fullmatch(r"[a-z-]+", words[0]):
                     yield words
 

@@ -5,6 +5,9 @@ import io
 import re
 from pathlib import Path
 
+from fedpop.methods import METHODS
+from research import EXPERIMENTS
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -23,3 +26,16 @@ def test_the_example_prints_what_the_readme_shows():
 def shape(text):
     text = re.sub(r"[0-9.]+ s\b", "S", text)
     return re.sub(r"-?\d+\.\d+", lambda m: f"{round(float(m[0]), 1):.0f}", text).split()
+
+
+def test_every_method_and_experiment_is_named():
+    text = README.read_text().replace("-", "").lower()
+    other = {
+        "localonly": "local training",
+        "fedavgft": "finetuning too",
+        "maximummarginallikelihood": "maximum marginal",
+    }
+    text = " ".join(text.split())
+    assert [n for n in METHODS if other.get(n.lower(), n.lower()) not in text] == []
+    listed = re.search(r"python -m research  .*?```", README.read_text(), re.DOTALL)[0]
+    assert [n for n in EXPERIMENTS if n not in listed] == []

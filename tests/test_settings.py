@@ -27,7 +27,7 @@ from fedpop.settings import (
     named,
     rebuilt,
 )
-from tests.helpers import generator, linear_model
+from tests.helpers import generator, linear_model, two_classes
 
 NEEDED: dict[str, dict[str, Any]] = {
     "SGD": {"rate": 0.1},
@@ -210,7 +210,7 @@ def test_data_among_settings_is_told_by_its_digest() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_come_back_from_a_file(name: str) -> None:
-    method = METHODS[name](linear_model())
+    method = METHODS[name](two_classes() if name == "PFedFDA" else linear_model())
     plain = json.loads(json.dumps(method.describe()))
     again = rebuild(plain, name, method.model)
     assert type(again) is type(method)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fedpop.checked import Checked, Count, Few, OneOf, Positive, Seed, Whole, require
+from fedpop.checked import Checked, Count, Few, OneOf, Positive, Range, Seed, Whole, require
 from fedpop.errors import DataError, PrivacyError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.participation.rules import Participation, Said
@@ -130,7 +130,8 @@ class Terms(Checked):
     """What backbones run in; the model's setting by default."""
     privacy: Gaussian | None = None
     """The budget of every run."""
-    secure: bool | Count = False
+    secure: bool | Annotated[int, Range(least=16, most=32)] = False
+    """As ``fit`` takes it: secure sums, of so many bits where it is a number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -257,11 +257,6 @@ def _warnings(fit: MixedFit) -> list[str]:
 # --- at a site, offline --------------------------------------------------------------------------
 
 
-def is_about_formula(experiment: SiteExperiment) -> bool:
-    """Whether what a site was last given is a fit of a formula."""
-    return isinstance(experiment.study, FormulaStudy)
-
-
 def fit_at(experiment: SiteExperiment) -> MixedFit:
     """The federation's fit over this site's rows: its own groups' posteriors, and everybody's theta."""
     tensors: Tensors = read_theta(experiment.folder)

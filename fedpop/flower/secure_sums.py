@@ -23,7 +23,7 @@ from fedpop.flower.secure_site import MASKED, UNMASKED
 from fedpop.flower.transport import Enough, Transport
 from fedpop.message import Aggregate, Guard, Message, Tensors, Total
 from fedpop.message.fixed_point import FixedPoint, learned
-from fedpop.message.summed import Form, summed
+from fedpop.message.summed import SumForm, summed
 from fedpop.privacy import secure
 from fedpop.privacy.secure import Attempt, Masked, Mode, Offer, Policy
 
@@ -108,6 +108,10 @@ class SecureSums:
         there = self._transport.sites
         return tuple(Offer.of(there[n].header["offer"]) for n in sorted(names) if n in there)
 
+    def _same(self, name: str, attempt: Attempt) -> bool:
+        """A site is in the session in which it was asked."""
+        return self._offers([name]) != () and self._offers([name])[0] in attempt.offers
+
     def _attempt(
         self, kind: str, index: int, mode: Mode, requests: Mapping[str, Request], sharing: int
     ) -> Attempt:
@@ -186,7 +190,8 @@ class SecureSums:
             left = end - self._transport.now()
             if not away or left <= 0 or not back(away, left):
                 break
-            more = {n: asked[n] for n in away}
+            if not (more := {n: asked[n] for n in away if self._same(n, attempt)}):
+                break
             replies |= self._transport.send(more, max(end - self._transport.now(), 1.0), closed)
             reasons = {n: why for n, why in reasons.items() if n not in away} | self._transport.reasons
         return _read(attempt, replies, asked, reasons), reasons
@@ -217,6 +222,7 @@ class SecureSums:
             left = end - self._transport.now()
             if len(found) < least and missing and (left <= 0 or not back(missing, left)):
                 break
+            missing = {n for n in missing if self._same(n, attempt)}
         for name, why in sorted(self._transport.reasons.items()):
             log.warning("%s did not unmask: %s", name, why)
         return {n: m.payloads[UNMASKED].data for n, m in found.items() if UNMASKED in m.payloads}
@@ -311,7 +317,7 @@ def _read(
             if payload is None:
                 raise PayloadError("it sent no masked words")
             found[name] = secure.read(payload.data, attempt, name)
-            if found[name].layout != Form.of(found[name].about).layout:
+            if found[name].layout != SumForm.of(found[name].about).layout:
                 raise PayloadError("its words are not of the form that it says")
         except (PayloadError, SecureSumError) as error:
             found.pop(name, None)
@@ -331,7 +337,7 @@ def _alike(
 
 
 def _message(words: bytes, replies: Mapping[str, Masked]) -> Message:
-    form = Form.of(next(iter(replies.values())).about)
+    form = SumForm.of(next(iter(replies.values())).about)
     found = summed(words, form, len(replies))
     return replace(
         found, bytes=sum(len(m.words) + sum(map(len, m.shares.values())) for m in replies.values())

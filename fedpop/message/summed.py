@@ -31,7 +31,7 @@ _TYPES = {name: getattr(torch, name) for name in ("float32", "float64", "int64",
 
 
 @dataclass(frozen=True)
-class Form:
+class SumForm:
     """What the words of a message are: the same at all sites, and no secret."""
 
     numbers: tuple[str, ...]
@@ -50,7 +50,7 @@ class Form:
         return [list(self.numbers), list(self.norms), [list(v) for v in self.vectors], self.weighted]
 
     @classmethod
-    def of(cls, plain: Any) -> Form:
+    def of(cls, plain: Any) -> SumForm:
         """From what has travelled; a PayloadError where it is none."""
         try:
             numbers, norms, vectors, weighted = plain
@@ -64,7 +64,7 @@ class Form:
         except (TypeError, ValueError) as error:
             raise PayloadError(f"the form of a sum cannot be read ({error})") from error
 
-    def with_vectors(self, also: Mapping[str, tuple[str, int]]) -> Form:
+    def with_vectors(self, also: Mapping[str, tuple[str, int]]) -> SumForm:
         """The same with further vectors of these types and sizes, in the order of names."""
         mine = {v[0]: v for v in self.vectors}
         for name, (kind, size) in also.items():
@@ -72,7 +72,7 @@ class Form:
         return replace(self, vectors=tuple(mine[name] for name in sorted(mine)))
 
 
-def form_of(message: Message, sends: Mapping[str, Sent], norms: Sequence[str]) -> Form:
+def form_of(message: Message, sends: Mapping[str, Sent], norms: Sequence[str]) -> SumForm:
     """The form of a message whose vectors are words."""
     names = tuple(sorted(name for name in {*NUMBERS, *sends} if not name.endswith("*")))
     for name in message.numbers:
@@ -85,10 +85,10 @@ def form_of(message: Message, sends: Mapping[str, Sent], norms: Sequence[str]) -
         (name, str(w.kind).removeprefix("torch."), w.step, w.bits, w.digits.shape[1])
         for name, w in sorted(each)
     )
-    return Form(names, tuple(norms), vectors, message.weighted)
+    return SumForm(names, tuple(norms), vectors, message.weighted)
 
 
-def packed(message: Message, form: Form, sites: int) -> bytes:
+def packed(message: Message, form: SumForm, sites: int) -> bytes:
     """A message of one row as words of this form; zeros for what it has not."""
     numbers = {n: v for n, v in message.numbers.items() if math.isfinite(v)}
     beside = [1.0, float(message.units.sum())]
@@ -109,7 +109,7 @@ def packed(message: Message, form: Form, sites: int) -> bytes:
     return b"".join(parts)
 
 
-def summed(data: bytes, form: Form, sites: int) -> Message:
+def summed(data: bytes, form: SumForm, sites: int) -> Message:
     """The message that a sum over so many sites stands for; a PayloadError where it cannot be one."""
     pieces, start = list[bytes](), 0
     for width, count in form.layout:

@@ -53,8 +53,8 @@ class BasisCall:
     """Ends of the grid."""
 
     @classmethod
-    def of(cls, part: FormulaPart) -> BasisCall | None:
-        """What a part asks for; None where it is something else.
+    def of(cls, part: FormulaPart) -> BasisCall:
+        """What a part that is a basis asks for.
 
         >>> from fedpop.mixed.formula import scanned
         >>> tokens = scanned("ns(log(x), df = 3, range = c(0, 5))")
@@ -63,8 +63,6 @@ class BasisCall:
         ('log(x)', 3, (0.0, 5.0))
         """
         kind = part.tokens[0]
-        if kind not in BASES or part.tokens[1:2] != ("(",):
-            return None
         first, *others = arguments(part.tokens)
         places = ["degree"] if kind == "poly" else ["df", "knots"]
         known = (*places, "raw") if kind == "poly" else (*places, "Boundary.knots", "range")

@@ -60,7 +60,7 @@ class Wanted:
                 categorical.append(column)
         for part in formula.parts:
             scaled += [FormulaPart(text, inner) for text, inner in scaled_parts(part.tokens).items()]
-        bases = [call for part in formula.parts if (call := BasisCall.of(part)) is not None]
+        bases = [BasisCall.of(part) for part in formula.parts if part.basis]
         for call in bases:
             if scaled_parts(call.inner.tokens):
                 raise SettingsError(f"{call.text}: {call.kind}() scales by itself; leave scale() out")
@@ -282,8 +282,7 @@ class Design:
     def piece_names(self, part: FormulaPart, full: bool) -> list[str]:
         """What a part's columns are called."""
         if self.part_levels(part) is None:
-            call = BasisCall.of(part)
-            return [part.text] if call is None else call.names
+            return BasisCall.of(part).names if part.basis else [part.text]
         return [f"{part.text}{name}" for name in self.coding(part, full)[0]]
 
     def _coded(self, terms: FormulaTerms) -> list[list[bool]]:
@@ -357,10 +356,10 @@ class Design:
     def _piece(self, part: FormulaPart, full: bool, rows: Rows) -> list[np.ndarray]:
         levels = self.part_levels(part)
         if levels is None:
-            call = BasisCall.of(part)
-            if call is None:
+            if not part.basis:
                 return [self.numbers(part, rows)]
-            return list(self.bases[part.text].columns(self.numbers(call.inner, rows)).T)
+            inner = BasisCall.of(part).inner
+            return list(self.bases[part.text].columns(self.numbers(inner, rows)).T)
         column = self.level_column(part)
         if column is None:
             codes = self.numbers(part, rows).astype(np.int64)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
+from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN
 from fedpop.mixed import contrasts, figures, refits, residuals, sampled, saved, simulated
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.degrees import Laws, laws_of
@@ -26,7 +27,6 @@ from fedpop.mixed.gaussian import GaussianEngine, Taylor
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.inference import LikelihoodRatio, compared, intervals, normal_quantile, two_sided
 from fedpop.mixed.nesting import CELLS, RowOrder, Tree, spans
-from fedpop.mixed.outliers import unusual_groups
 from fedpop.mixed.predictions import GROUPS, NewRows, Predictor
 from fedpop.mixed.quadrature import Local, QuadratureEngine
 from fedpop.mixed.response import response_columns, response_of
@@ -34,6 +34,7 @@ from fedpop.mixed.study import packed
 from fedpop.mixed.summary import summary
 from fedpop.mixed.table import Rows, as_frame, labels, pandas, rows_of
 from fedpop.population import Population
+from fedpop.run.members import LocalMembers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +43,11 @@ INTERVAL_THETAS = 200
 """Draws of theta behind intervals that include its uncertainty."""
 THETA_PROPOSALS = 400
 """Values that these are chosen from, where they are."""
+UNUSUAL_TIMES = 300.0
+"""Times the median at which a group is named. Of a million groups with one normal effect the largest is
+about 60."""
+LEAST_SHARE_LEFT = 1e-9
+"""Of the largest, below which a direction of the effects says nothing."""
 EFFECT_BYTES = 512.0
 """Bytes that a row takes, about, while posteriors of nested groups are found."""
 EFFECT_DRAWS_PER_THETA = 10
@@ -349,7 +355,7 @@ class MixedFit:
     def unusual(self) -> list[str]:
         """Groups whose effects are out of all proportion to the others', hundreds of times the median in
         squares: none was left out. At sites nobody but they can tell."""
-        return [] if self.groups.members.federation is None else unusual_groups(self)
+        return unusual_groups(self) if isinstance(self.groups.members, LocalMembers) else []
 
     @cached_property
     def _level_effects(self) -> list[tuple[Tensor, Tensor]]:
@@ -767,3 +773,33 @@ class MixedFit:
             path: The file to write.
         """
         return figures.to_netcdf(self, Path(path))
+
+
+def unusual_groups(fit: MixedFit) -> list[str]:
+    """Names of the groups whose effects are out of all proportion, by factor, the innermost first.
+
+    One group whose response is in another unit moves everyone's estimates, and a fit to it converges like any
+    other. So the squared length of each group's effects, in units of what they vary by over groups, is held
+    against the median group's: rather the ratio than the length, since the estimates are made with the
+    culprit. Whether such a group is an error only its owner knows.
+    """
+    found = []
+    pairs = zip(fit.factors, spans(fit.units.widths), fit._level_effects, fit._level_names, strict=True)
+    for factor, span, (mean, cov), names in pairs:
+        length = standardised(mean, cov, fit.covariance[span, span])
+        some = length[length > 0]
+        if len(some) >= MESSAGES_FOR_A_MEDIAN:
+            out = (length > UNUSUAL_TIMES * some.median()).nonzero().squeeze(1).tolist()
+            found += [f"{factor} {names[i]!r}" for i in out]
+    return found
+
+
+def standardised(mean: Tensor, cov: Tensor, total: Tensor) -> Tensor:
+    """u' (Sigma - V)^+ u, ``[K]``, of posterior means u ``[K, q]`` and covariances V: the variance of a mean
+    over groups is what is left of Sigma."""
+    values, vectors = torch.linalg.eigh(total - cov)
+    most = float(total.diagonal().max())
+    turned = (vectors.mT @ mean.unsqueeze(-1)).squeeze(-1)
+    return torch.where(values > LEAST_SHARE_LEFT * most, turned.square() / values.clamp(min=1e-300), 0.0).sum(
+        1
+    )

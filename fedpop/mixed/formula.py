@@ -50,6 +50,11 @@ class FormulaPart:
         return unquoted(self.tokens[0]) if len(self.tokens) == 1 else None
 
     @property
+    def basis(self) -> bool:
+        """A call of a basis: poly() or ns()."""
+        return self.tokens[0] in BASES and self.tokens[1:2] == ("(",)
+
+    @property
     def factor_of(self) -> str | None:
         """The column of which categories are made."""
         if self.tokens[0] not in FACTORS or len(self.tokens) < 2:

@@ -15,7 +15,8 @@ import torch
 
 from fedpop.checked import OneOf, Seed, Whole, require
 from fedpop.errors import DataError, SettingsError, warn_user
-from fedpop.federation.participation import Said
+from fedpop.federation.participation import Participation, Said
+from fedpop.federation.participation import resolve as resolve_participation
 from fedpop.federation.table_format import MINIMUM
 from fedpop.files import write_json
 from fedpop.message import Choice
@@ -134,7 +135,7 @@ def mixed_model(
         "privacy": privacy,
         **unknown,
     }
-    chains = sampled.SampledSettings(seed, rounds, participation, compressor, privacy)
+    chains = SampledSettings(seed, rounds, participation, compressor, privacy)
     method = method_of(method, unknown)
     settings = FitSettings(method, levels or {}, min_count, engine, chains, contrasts or {})
     require(Annotated[str, OneOf(*MISSING)], missing=missing)
@@ -193,6 +194,27 @@ def with_weights(data: Any, weights: Any, na: Sequence[str]) -> Any:
 
 
 @dataclass(frozen=True)
+class SampledSettings:
+    """Settings of a run with chains."""
+
+    seed: int = 0
+    rounds: int | None = None
+    participation: Said = None
+    compressor: Choice = "identity"
+    privacy: Gaussian | None = None
+
+    @property
+    def rule(self) -> Participation | None:
+        return None if self.participation is None else resolve_participation(self.participation)
+
+    @property
+    def partial(self) -> bool:
+        """Not everyone takes part in every round, or messages are compressed."""
+        whole = self.rule is None or self.rule.everyone
+        return not whole or self.compressor != "identity"
+
+
+@dataclass(frozen=True)
 class FitSettings:
     """How a formula is fitted, wherever its groups are; as ``mixed_model`` has these words."""
 
@@ -200,7 +222,7 @@ class FitSettings:
     levels: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     min_count: int = MINIMUM
     engine: str = "auto"
-    chains: sampled.SampledSettings = field(default_factory=sampled.SampledSettings)
+    chains: SampledSettings = field(default_factory=SampledSettings)
     contrasts: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

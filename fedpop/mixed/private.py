@@ -22,6 +22,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from scipy import special
@@ -38,12 +39,15 @@ from fedpop.mixed.engine import Engine, Estimates, Factor, ThetaPoint
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.quadrature import Local, QuadratureEngine, integrated, nodes_for
-from fedpop.mixed.sampled import SampledSettings, layout_of, other_family
+from fedpop.mixed.sampled import layout_of, other_family
 from fedpop.mixed.study import FormulaStudy
 from fedpop.priors import Normal
 from fedpop.privacy.gaussian import Gaussian, bounded, system_noise
 from fedpop.run.private import PrivateTerms, terms
 from fedpop.run.simulate import fit as run
+
+if TYPE_CHECKING:
+    from fedpop.mixed.model import SampledSettings
 
 CHAIN_ROUNDS, WARM_ROUNDS, SCORED_ROUNDS = 30, 8, 16
 """Rounds with chains; scoring rounds in which coordinates and bounds are found; scoring rounds after that."""

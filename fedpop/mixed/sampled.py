@@ -21,10 +21,8 @@ from fedpop.errors import FedpopWarning, SettingsError
 from fedpop.evaluation.convergence import landing
 from fedpop.evaluation.verdict import Distance
 from fedpop.federation.clients import Federation, Packed
-from fedpop.federation.participation import Participation, Said
-from fedpop.federation.participation import resolve as resolve_participation
+from fedpop.federation.participation import Participation
 from fedpop.keys import Key
-from fedpop.message import Choice
 from fedpop.methods import FedSOUL
 from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.engine import Engine, Estimates, ThetaPoint, canonical
@@ -38,12 +36,12 @@ from fedpop.models.likelihoods import Normal as NormalNoise
 from fedpop.models.weighted import Weighted
 from fedpop.population import Population
 from fedpop.priors import Normal
-from fedpop.privacy.gaussian import Gaussian
 from fedpop.run.simulate import fit as run
 from fedpop.server import scoring
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit
+    from fedpop.mixed.model import SampledSettings
 
 ROUNDS_WITH_CHAINS = 250
 """Rounds with chains before scoring steps, where few take part."""
@@ -73,27 +71,6 @@ def other_family(family: Family) -> str:
         f"{family.text}: fit it with engine='exact', everyone and no compressor; random_effects() has its "
         "groups' posteriors"
     )
-
-
-@dataclass(frozen=True)
-class SampledSettings:
-    """Settings of a run with chains."""
-
-    seed: int = 0
-    rounds: int | None = None
-    participation: Said = None
-    compressor: Choice = "identity"
-    privacy: Gaussian | None = None
-
-    @property
-    def rule(self) -> Participation | None:
-        return None if self.participation is None else resolve_participation(self.participation)
-
-    @property
-    def partial(self) -> bool:
-        """Not everyone takes part in every round, or messages are compressed."""
-        whole = self.rule is None or self.rule.everyone
-        return not whole or self.compressor != "identity"
 
 
 class FixedEffects(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
-from fedpop.errors import CheckpointError, PrivacyError, SettingsError, warn_user
+from fedpop.errors import CheckpointError, SettingsError, warn_user
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
@@ -85,11 +85,6 @@ class Run:
                 raise SettingsError("aggregate= looks at single messages: leave out secure and privacy")
             check_robust(algorithm)
         if settings.privacy is not None:
-            if settings.secure is not None and not isinstance(members, Federation | LocalMembers):
-                raise PrivacyError(
-                    "noise that sites add to secure sums is offered on one machine only; across machines the "
-                    "server adds it to plain sums: leave out secure"
-                )
             algorithm = private_method(algorithm)
             check_callbacks(callbacks)
         choice = chosen(algorithm, settings.participation, waits)

@@ -53,10 +53,11 @@ def test_records_are_complete_and_costs_counted(outcomes):
     assert rest == 0
     assert 2 <= curved < cost["rounds"] < 100
     # 40 clients send a value and a gradient, or half a Hessian as well, in double precision; before that a
-    # matrix of 36 and a count, two more and a count, and in double precision what a pooled fit needs.
+    # matrix of 36 and a count, two more and a count, and in double precision what a pooled fit needs and two
+    # numbers that tell whose data are unlike all others'.
     rounds = 8 * (cost["rounds"] * 16 + curved * 15 * 16 / 2)
-    rounds += FRAME * (2 * cost["rounds"] + curved + 2 + 3 + 1)
-    assert cost["bytes_up"] == 40 * (rounds + 4 * (37 + 73) + 8 * 8)
+    rounds += FRAME * (2 * cost["rounds"] + curved + 2 + 3 + 1 + 2)
+    assert cost["bytes_up"] == 40 * (rounds + 4 * (37 + 73) + 8 * 8 + 8 * 2)
 
 
 def test_the_oracle_is_a_stationary_point(outcomes):

@@ -508,7 +508,7 @@ def test_refusals_of_a_formulas_site_have_codes(tmp_path: Path, frame: Any) -> N
 
     assert code(ask, experiment="another") == Code.STRANGER
     assert code(ask, units=[99]) == Code.STRANGER
-    assert code(ask, told={"kind": "Nonsense", "fields": {}}) == Code.QUESTION
+    assert code(ask, description={"kind": "Nonsense", "fields": {}}) == Code.QUESTION
     train = Request("train", dict(ask.header) | {"round": 0, "units": None}, ask.tensors)
     assert code(train) == Code.STUDY
     assert code(hello, study=dict(hello.header["study"]) | {"kind": "Nonsense"}) == Code.STUDY

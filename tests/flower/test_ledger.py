@@ -228,7 +228,7 @@ if "all" in sys.argv:
         importlib.import_module(module.name)
 from fedpop.questions import Question
 from fedpop.settings import all_of
-print(sorted({q.name for q in all_of(Question) if q.__module__.startswith("fedpop.")}))
+print(sorted({q.name for q in all_of(Question) if hasattr(q, "name") and q.__module__.startswith("fedpop.")}))
 """
 
 

@@ -74,7 +74,7 @@ def test_a_site_takes_part_once_somebody_has_confirmed_the_list_and_again_when_i
     assert trusted(tmp_path / "east") is None
     mark = made.confirm()
     capsys.readouterr()
-    fedpop("server", "list", made.server)
+    fedpop("server", "check", made.server)
     assert mark in capsys.readouterr().out
     assert made.run().rounds == 3
     made.names = (*NAMES, "zurich")
@@ -102,7 +102,7 @@ def test_what_init_and_check_say_by_the_number_of_sites(
     fedpop("server", "check", three.server)
     assert "a lost one stops the run until it is back" in capsys.readouterr().out
     four = Secured(tmp_path / "four")
-    sys.modules.pop("model")
+    sys.modules.pop("model", None)
     fedpop("server", "check", four.server)
     assert "3 of 4 sites must be heard" in capsys.readouterr().out
 

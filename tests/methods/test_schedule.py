@@ -9,15 +9,11 @@ from torch import nn
 import fedpop as fp
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.methods.base import Paced, Round
-from tests.helpers import cohort_of, linear_model, ragged, seeded, train_key
+from tests.helpers import cohort_of, linear_model, ragged, train_key, two_classes
 
 SLOW = 0.02
 """Twice this is the rate that a warm-up of two rounds halves in the first."""
 FALLEN = fp.steps.Decay(constant=0.0)
-
-
-def two_classes() -> fp.Composition:
-    return fp.Composition(seeded(nn.Linear(3, 2), 1), seeded(nn.Linear(2, 2), 2), "categorical")
 
 
 PACED = {

@@ -185,7 +185,9 @@ def test_the_command_writes_what_others_read(frame, tmp_path, capsys):
     found = json.loads(out.read_text())
     assert set(found) == {
         "converged",
+        "dispersion",
         "fixed",
+        "knots",
         "random",
         "sigma",
         "log_likelihood",

@@ -104,7 +104,6 @@ def test_blocks_of_random_effects(random, blocks, simulated):
         ("y ~ x + (1 | )", "names no group"),
         ("y ~ 2 + (1 | g)", "the number 2"),
         ("y ~ . + (1 | g)", "name them"),
-        ("y ~ poly(x, 2) + (1 | g)", "all rows in one place"),
         ("y ~ a %in% b + (1 | g)", "%in%"),
         ("y ~ x ? 2 + (1 | g)", "cannot read"),
         ("~ x + (1 | g)", "response"),

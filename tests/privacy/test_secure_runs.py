@@ -40,7 +40,7 @@ def learned(name: str, **more) -> list[torch.Tensor]:
     return [t.double() for t in population.published.values() if t.is_floating_point()]
 
 
-@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize("name", [n for n in ABLE if n != "PFedFDA"])  # that one is for classes
 def test_every_method_that_needs_sums_learns_the_same_from_secure_ones(name: str) -> None:
     plain, secure = learned(name), learned(name, secure=True)
     for a, b in zip(plain, secure, strict=True):
