@@ -1068,6 +1068,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
             "flower/remote.py": "QUIET_SECONDS, GREETED_SECONDS",
             "flower/secure_site.py": "WRITTEN_SECONDS",
+            "flower/secure_sums.py": "UNMASK_SECONDS",
             "flower/server_commands.py": "RUN_TRIES",
             "flower/trackers.py": "RETRY_SECONDS",
             "flower/table_form.py": "ROWS_LOOKED_AT",
