@@ -194,9 +194,6 @@ def listed(root: Path, say: Say) -> None:
         say(f"{name}  {how}  {fingerprint(key)}")
     if not keys.admitted and not keys.ended:
         say("nobody is admitted yet")
-    if keys.admitted:
-        mark = import_module("fedpop.privacy.secure").fingerprint(list_of_sites(_admitted(root)))
-        say(f"the list's fingerprint, for fedpop site trust: {mark}")
 
 
 def _admitted(root: Path) -> Path:

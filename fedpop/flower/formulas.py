@@ -32,7 +32,7 @@ from fedpop.message import Tensors, Total
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.model import FitSettings, fitted_over
 from fedpop.mixed.saved import ANSWERS, completed, described, parts_of, write_fit
-from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.study import SITE, FormulaStudy
 from fedpop.mixed.table import labels, pandas
 from fedpop.questions.forms import check_columns
 from fedpop.questions.scales import ColumnScales, median_powers, plain_scales
@@ -281,11 +281,6 @@ def _warnings(fit: MixedFit) -> list[str]:
 # --- at a site, offline --------------------------------------------------------------------------
 
 
-def is_about_formula(experiment: SiteExperiment) -> bool:
-    """Whether what a site was last given is a fit of a formula."""
-    return isinstance(experiment.study, FormulaStudy)
-
-
 def fit_at(experiment: SiteExperiment) -> MixedFit:
     """The federation's fit over this site's rows: its own groups' posteriors, and everybody's theta."""
     tensors: Tensors = read_theta(experiment.folder)
@@ -302,6 +297,8 @@ def predicted_rows(fit: MixedFit, frame: Any, level: float) -> Any:
     the rows, each with what it is."""
     pd, group, known = pandas(), fit.group, set(fit.levels)
     frame = frame.reset_index(drop=True)
+    if group == SITE and SITE not in frame.columns:  # without a column rows are this site's
+        frame = frame.assign(**{SITE: fit.levels[0]})
     named = labels(frame[group]) if group in frame.columns else [None] * len(frame)
     if group in frame.columns:
         there = frame[group].notna().tolist()

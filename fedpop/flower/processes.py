@@ -275,10 +275,6 @@ class Supervised:
             return True
         return False
 
-    def log_end(self, characters: int = 4000) -> str:
-        """The end of its log."""
-        return self._log.read_bytes()[-characters:].decode(errors="replace") if self._log.exists() else ""
-
     def stop(self, seconds: float = 10.0) -> None:
         """End it and all that it started."""
         if self._child is None:

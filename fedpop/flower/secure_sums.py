@@ -31,6 +31,8 @@ log = logging.getLogger("fedpop.server")
 
 RECORD = "attempt.json"
 """In the run's folder: the attempt of its last round."""
+UNMASK_SECONDS = 5.0
+"""Seconds that answers which are not needed any more are waited for: who still works is not asked next."""
 ROUND = "train"
 """The kind of attempts at rounds; those at questions are of other kinds."""
 Back = Callable[[Collection[str], float], bool]
@@ -142,6 +144,7 @@ class SecureSums:
         if before is not None and attempt is not None and requests:
             if attempt.broadcast == digest_for_all(next(iter(requests.values()))):
                 heard = before["heard"]
+                self._number = max(self._number, attempt.number)
                 requests = {n: r for n, r in requests.items() if n in (heard or attempt.sites)}
             else:
                 attempt = None  # the run was put back: sites that answered then will refuse
@@ -212,8 +215,13 @@ class SecureSums:
             requests[name] = Request("unmask", header, shares)
         found, missing = dict[str, Message](), set(heard)
 
+        reached: list[float] = []
+
         def enough(more: Mapping[str, Message]) -> bool:
-            return len(found.keys() | {n for n, r in more.items() if r.refused is None}) >= least
+            if len(found.keys() | {n for n, r in more.items() if r.refused is None}) < least:
+                return False
+            reached.append(self._transport.now())
+            return reached[-1] - reached[0] >= UNMASK_SECONDS
 
         while len(found) < least and missing:
             left = max(end - self._transport.now(), 1.0)
@@ -223,7 +231,7 @@ class SecureSums:
             if len(found) < least and missing and (left <= 0 or not back(missing, left)):
                 break
             missing = {n for n in missing if self._same(n, attempt)}
-        for name, why in sorted(self._transport.reasons.items()):
+        for name, why in sorted(self._transport.reasons.items()) if len(found) < least else ():
             log.warning("%s did not unmask: %s", name, why)
         return {n: m.payloads[UNMASKED].data for n, m in found.items() if UNMASKED in m.payloads}
 

@@ -198,7 +198,7 @@ def init(
     say(f"  {3 if insecure else 4}. fedpop server run {root}")
     if secure:
         say("sums are secure: the server sees no site's messages. Its first greeting has the list of sites;")
-        say(f"  each compares its fingerprint, fedpop server list {root}, and runs fedpop site trust SITE")
+        say(f"  each compares its fingerprint, fedpop server check {root}, and runs fedpop site trust SITE")
     elif sites == SECURE_BY_DEFAULT - 1 and not insecure:
         say(f"secure = true in {edited} hides each site's messages from the server; with three a lost site")
         say("  then stops the run until it is back")

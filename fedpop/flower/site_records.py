@@ -58,9 +58,13 @@ class ActivePart:
 
 
 def roster_of_sites(sites: Mapping[str, SiteRecord]) -> Roster:
-    """Units by the hashes of their names; without these, which nothing is drawn by, in their order."""
+    """Units by the hashes of their names; without these, which nothing is drawn by, by site and place."""
     each = {name: sites[name] for name in sorted(sites)}
-    hashes = [h for name, s in each.items() for h in s.hashes or range(s.units)]
+    hashes = [
+        h
+        for n, s in each.items()
+        for h in s.hashes or units_of([f"{n}/{i}" for i in range(s.units)]).tolist()
+    ]
     names = [name for name, s in each.items() for _ in range(s.units)]
     return Roster(torch.tensor(hashes, dtype=torch.int64), names, units_of(names), growing=True)
 

@@ -226,7 +226,8 @@ class PrivateTotals:
         """The total that the server's step is given. With its entry it is in a file before it is used; a
         round that was begun before takes what is in the file."""
         path = None if self.folder is None else self.folder / f"round-{round:08d}.safetensors"
-        by_sites = self.terms.secure is not None and not self.unopened(sites)
+        # A sum that was not opened has nobody's noise, and readers are not to see which one that was.
+        by_sites = self.terms.secure is not None and not self.unopened(sites) and total.count > 0
         if path is not None and path.exists():
             found = read_tensors(path)
             entry = {n: found.pop(n) for n in ENTRY}

@@ -18,7 +18,6 @@ from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.server_settings import deployment as deployment_in
 from fedpop.flower.server_settings import deployment_of
 from fedpop.flower.status import standing
-from fedpop.message.fixed_point import FixedPoint
 from fedpop.privacy import ledger
 from fedpop.report.run import run_report
 from fedpop.run.settings import Settings
@@ -114,15 +113,6 @@ def test_rounds_that_close_on_a_quorum_are_not_amplified(tmp_path: Path) -> None
     made = type(made)(made.experiment, made.method, settings, terms)
     population = run_deployment(made, transport_on(LocalGrid(app, enrol(tmp_path, data()))))
     assert population.history[-1]["epsilon"] == ledger.epsilon(1.0, 1.0, 3, 1e-3)
-
-
-def test_noise_of_sites_across_machines_is_refused(tmp_path: Path) -> None:
-    made = deployment(fp.FedAvg(linear_model()), 3, terms=RoundTerms(sites=2))
-    rule, noise = fp.participation.Bernoulli(0.5), fp.privacy.Gaussian(noise=1.0, delta=1e-3)
-    settings = Settings(3, 0, rule, checkpoint_every=1, secure=FixedPoint(), privacy=noise)
-    made = type(made)(made.experiment, made.method, settings, made.terms)
-    with pytest.raises(PrivacyError, match="on one machine only"):
-        run_deployment(made, transport_on(LocalGrid(app, enrol(tmp_path, data()))))
 
 
 # --- settings files ----------------------------------------------------------------------------

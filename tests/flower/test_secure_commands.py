@@ -74,7 +74,7 @@ def test_a_site_takes_part_once_somebody_has_confirmed_the_list_and_again_when_i
     assert trusted(tmp_path / "east") is None
     mark = made.confirm()
     capsys.readouterr()
-    fedpop("server", "list", made.server)
+    fedpop("server", "check", made.server)
     assert mark in capsys.readouterr().out
     assert made.run().rounds == 3
     made.names = (*NAMES, "zurich")

@@ -174,6 +174,26 @@ def test_a_server_that_is_killed_goes_on_to_the_same_theta(
     assert {len(each) for each in sent.values()} == {1}
 
 
+def test_a_server_that_is_killed_before_anybody_was_asked_counts_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt that it had recorded is asked, and later ones have other numbers."""
+    grid, terms, _ = secured(tmp_path / "sites")
+    heard, killed = SecureSums._heard, list[str]()
+
+    def dying(self: SecureSums, attempt: Any, *more: Any) -> Any:
+        if attempt.index == 1 and not killed:
+            killed.append("server")
+            raise Killed
+        return heard(self, attempt, *more)
+
+    monkeypatch.setattr(SecureSums, "_heard", dying)
+    with pytest.raises(Killed):
+        run_deployment(planned("FedAvg", 4, terms), transport_on(grid), tmp_path / "run")
+    found = run_deployment(planned("FedAvg", 4, terms), transport_on(grid), tmp_path / "run")
+    same_theta(found, simulated("FedAvg", 4))
+
+
 @pytest.mark.parametrize("step", ["before the state", "before the reply", "after the reply"])
 def test_a_site_that_is_killed_between_two_steps_masks_nothing_twice(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
