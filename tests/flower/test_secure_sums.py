@@ -50,7 +50,7 @@ def test_with_drop_outs_too(name: str, tmp_path: Path) -> None:
 def test_whoever_joins_waits_outside_until_there_are_enough(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """QLSD asks whoever comes later what it asked first: three at a time, or their sum would be one of few."""
+    """QLSD asks whoever comes later what it asked first: three at a time, or a sum were one of few."""
     names = [f"s{i}" for i in range(8)]
     grid, terms, folders = secured(tmp_path / "sites", sites(8))
     late = {1: names[5:6], 3: names[6:]}
