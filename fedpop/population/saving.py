@@ -31,7 +31,7 @@ KEYS = {
     "files",
 }  # fmt: skip
 """What ``population.json`` holds, beside its seal."""
-STEMS = "theta|clients-[0-9]+|private|history"
+STEMS, INDEX = "theta|clients-[0-9]+|private|history", "population.json"
 
 
 def save(
@@ -68,11 +68,11 @@ def save(
         if history:
             lines = "".join(json.dumps(m) + "\n" for m in history)
             described["history"] = new.add("history", "jsonl", lines.encode())
-        write_sealed(folder / "population.json", described | dict(about) | {"files": new.digests})
+        write_sealed(folder / INDEX, described | dict(about) | {"files": new.digests})
     except BaseException:
         new.forget()
         raise
-    new.tidy(STEMS)
+    new.tidy(STEMS, INDEX)
     return folder
 
 
