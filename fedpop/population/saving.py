@@ -76,6 +76,17 @@ def save(
     return folder
 
 
+def thinned(model: Tensors, draws: int) -> Tensors:
+    """A client's model with so many of its draws, or all where there are no more; chains stay as long as
+    each other."""
+    if "draws" not in model:
+        return model
+    chains, length = model["draws"].shape[1:3]
+    kept = min(length, max(1, draws // chains))
+    at = torch.linspace(0, length - 1, kept).round().long()
+    return model | {"draws": model["draws"][:, :, at]}
+
+
 def _pieces(models: Mapping[int, Tensors]) -> Iterator[Tensors]:
     """Models of clients, stacked: those of one form together, as many as one file may hold. ``clients`` says
     whose each row is, by position among the names."""
