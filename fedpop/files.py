@@ -123,9 +123,10 @@ def _new_file(path: Path, mode: int) -> int:
 
 
 def remove_temporary(folder: Path) -> None:
-    """What a process that was killed while it wrote has left in a folder that is this one's alone."""
-    for path in folder.glob(".*.tmp"):
-        if re.fullmatch(r"\..+\.[0-9]+\.tmp", path.name):
+    """What a process that was killed while it wrote has left in a folder that is this one's alone, and in the
+    folders in it."""
+    for path in (*folder.glob(".*"), *folder.glob("*/.*")):
+        if re.fullmatch(r"\..+\.[0-9]+\.tmp|\.writable-[0-9]+", path.name):
             with suppress(OSError):
                 path.unlink()
 
@@ -190,9 +191,11 @@ class NewFiles:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def tidy(self, stems: str) -> None:
-        """Remove files of earlier sets, and what a process that died has left; ``stems`` is a pattern."""
-        name = re.compile(rf"\.?({stems})\.[0-9a-f]{{16}}\.[a-z]+(\.[0-9]+\.tmp)?")
+    def tidy(self, stems: str, index: str) -> None:
+        """Remove files of earlier sets, and what a process that died has left; ``stems`` is a pattern,
+        ``index`` the file that names them."""
+        left = rf"\.{re.escape(index)}\.[0-9]+\.tmp"
+        name = re.compile(rf"\.?({stems})\.[0-9a-f]{{16}}\.[a-z]+(\.[0-9]+\.tmp)?|{left}")
         for path in self.folder.iterdir():
             if path.name not in self.digests and name.fullmatch(path.name):
                 with suppress(OSError):

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from fedpop.errors import ConvergenceWarning, SettingsError, plain_warnings
-from fedpop.files import writable_folder
+from fedpop.files import remove_temporary, writable_folder
 from fedpop.report.results import Record, Results
 from fedpop.run.lock import locked_folder
 
@@ -183,6 +183,7 @@ def run_jobs(
     many = max(1, min(processes or os.cpu_count() or 1, len(todo) or 1))
     board = Board(todo, len(jobs), title, show)
     with locked_folder(writable_folder(results.folder)), board.progress:
+        remove_temporary(results.folder)
         if not todo:
             return
         if processes == 0:

@@ -89,6 +89,8 @@ def position(client: str | int, places: Mapping[str, int], whose: str) -> int:
         return places[str(client)]
     if not isinstance(client, str) and -len(places) <= client < len(places):
         return client % len(places)
+    if not places:
+        raise DataError(f"this {whose} is theta alone and has no clients: use new_client()")
     shown = ", ".join(map(repr, list(places)[:3]))
     raise DataError(
         f"no client {client!r} in this {whose} of {len(places)} ({shown}, ...); for a client that was not "

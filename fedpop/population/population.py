@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedpop.blocks import CLIENTS_AT_ONCE
 from fedpop.checked import Count, Few, OneOf, Whole, checked
@@ -31,7 +31,8 @@ from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.population.client_models import ClientModels
 from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
-from fedpop.population.saving import save
+from fedpop.population.saving import save, thinned
+from fedpop.population.served import served
 from fedpop.population.summary import summary
 from fedpop.population.theta import ThetaDraws
 from fedpop.priors.base import moments, widened
@@ -228,6 +229,27 @@ class Population(ClientModels):
         return {n: v.mean((0, 1)) for n, v in self.model.z_layout.views(state["draws"][0]).items()}
 
     @checked
+    def module(self, client: str | int, *, draws: Few | None = None) -> nn.Module:
+        """A client's network as a plain module of torch, a copy: to be served, exported, or looked into.
+
+        At the posterior mean it gives the network's outputs (logits, for classes) by one pass. That is not
+        the posterior's mean prediction: it is surer than ``predict``. With ``draws`` it is an ensemble that
+        gives the mean of y, or class probabilities, as ``predict(...).mean`` does.
+
+        Args:
+            client: Its name, or its number in the order in which clients were given.
+            draws: How many networks make the ensemble; None (the default) is one, at the posterior mean.
+
+        >>> import torch, fedpop as fp
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
+        >>> population = fp.FedSOUL(model).fit({"anna": (x, 2 * x[:, 0]), "ben": (x, 4 * x[:, 0])}, rounds=5)
+        >>> population.module("ben")(torch.ones(1, 1)).shape
+        torch.Size([1, 1])
+        """
+        return served(self.model, self.published, self._model_of(self._index(client)), draws)
+
+    @checked
     def new_client(self, x: Any = None, y: Any = None) -> Newcomer:
         """A client never seen before: nothing is trained or sent.
 
@@ -394,7 +416,7 @@ class Population(ClientModels):
         return replace(alone, published=dict(self.published), key=PUBLIC, history=[], totals={})
 
     @checked
-    def save(self, path: str | Path, *, posteriors: Kept = "auto") -> Path:
+    def save(self, path: str | Path, *, posteriors: Kept | Few = "auto") -> Path:
         """Write the population into a folder, in few files and without pickle; ``fp.load`` reads it.
 
         The folder is for those who may see the clients' models: it holds their draws and the sites' own key.
@@ -404,9 +426,12 @@ class Population(ClientModels):
         Args:
             path: The folder; it is made where there is none, and other files in it stay.
             posteriors: Whose own models are saved: ``"all"``, those ``"computed"`` so far, or all up to 1,000
-                clients (``"auto"``).
+                clients (``"auto"``). A number saves all, each with so many of its draws, evenly spaced: a
+                hundred take a tenth of the room of a thousand, and a 5 % quantile is then known to .2
+                posterior standard deviations rather than .07.
         """
-        everyone = posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
+        many = posteriors if isinstance(posteriors, int) else None
+        everyone = many is not None or posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
         if everyone and self.federation is not None:
             self.sample_all()
         about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
@@ -415,4 +440,5 @@ class Population(ClientModels):
         about |= {"decisions": [decision.plain() for decision in self.decisions]}
         own = {"seed": self.key.seed, "purpose": self.key.purpose}
         private = None if self.key == PUBLIC else own
-        return save(path, self.algorithm, self.published, self._personal, about, private, self.history)
+        models = self._personal if many is None else {i: thinned(m, many) for i, m in self._personal.items()}
+        return save(path, self.algorithm, self.published, models, about, private, self.history)

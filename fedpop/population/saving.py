@@ -31,7 +31,7 @@ KEYS = {
     "files",
 }  # fmt: skip
 """What ``population.json`` holds, beside its seal."""
-STEMS = "theta|clients-[0-9]+|private|history"
+STEMS, INDEX = "theta|clients-[0-9]+|private|history", "population.json"
 
 
 def save(
@@ -68,12 +68,23 @@ def save(
         if history:
             lines = "".join(json.dumps(m) + "\n" for m in history)
             described["history"] = new.add("history", "jsonl", lines.encode())
-        write_sealed(folder / "population.json", described | dict(about) | {"files": new.digests})
+        write_sealed(folder / INDEX, described | dict(about) | {"files": new.digests})
     except BaseException:
         new.forget()
         raise
-    new.tidy(STEMS)
+    new.tidy(STEMS, INDEX)
     return folder
+
+
+def thinned(model: Tensors, draws: int) -> Tensors:
+    """A client's model with so many of its draws, or all where there are no more; chains stay as long as
+    each other."""
+    if "draws" not in model:
+        return model
+    chains, length = model["draws"].shape[1:3]
+    kept = min(length, max(1, draws // chains))
+    at = torch.linspace(0, length - 1, kept).round().long()
+    return model | {"draws": model["draws"][:, :, at]}
 
 
 def _pieces(models: Mapping[int, Tensors]) -> Iterator[Tensors]:

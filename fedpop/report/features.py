@@ -19,7 +19,9 @@ from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Categorical, Normal
 from fedpop.population import Population
 from fedpop.report import terminal
+from fedpop.report.counted import COUNTED
 from fedpop.report.html import Sheet
+from fedpop.settings import ours
 
 COUNTED_DRAWS = 5
 """The M of the table: draws of z, or samples of w, that predictions average over."""
@@ -28,7 +30,7 @@ CLIENTS, EXAMPLES, INPUTS, FEATURES = 4, 6, 7, 3
 
 @dataclass(frozen=True)
 class Features:
-    """A row: words from the method's class, numbers from a client of a small federation."""
+    """A row: words from the method's class, numbers counted on a client of a small federation."""
 
     name: str
     reference: str
@@ -110,11 +112,8 @@ def features(method: type[Algorithm], model: Composition) -> Features:
     >>> row.memory, row.to_predict  # five draws of three numbers, and phi
     ('M d + d_phi', 36)
     """
-    population = live(method, model)
-    assert population.store is not None
-    client = int((population.store.slots >= 0).nonzero()[0]) if population.store.used else 0
-    published, personal = _Read(population.published), _Read(population._model_of(client))
-    population.algorithm.predict(published, personal, torch.ones(1, INPUTS, dtype=torch.float64), Key(0))
+    stored = COUNTED.get(method.name) if ours(method) else None
+    to_predict, between_rounds = counted(method, model) if stored is None else stored
     about = method.about
     scheme = {(True, True): "both", (True, False): "local steps", (False, True): "compression"}
     return Features(
@@ -128,9 +127,20 @@ def features(method: type[Algorithm], model: Composition) -> Features:
         memory=about.memory,
         secure=not method.needs_single(),
         instance=about.instance,
-        to_predict=published.numbers() + personal.numbers(),
-        between_rounds=sum(t[0].numel() for t in population.store.tensors.values()),
+        to_predict=to_predict,
+        between_rounds=between_rounds,
     )
+
+
+def counted(method: type[Algorithm], model: Composition) -> tuple[int, int]:
+    """Numbers that a live client's predictions read, and those that it holds between rounds."""
+    population = live(method, model)
+    assert population.store is not None
+    client = int((population.store.slots >= 0).nonzero()[0]) if population.store.used else 0
+    published, personal = _Read(population.published), _Read(population._model_of(client))
+    population.algorithm.predict(published, personal, torch.ones(1, INPUTS, dtype=torch.float64), Key(0))
+    held = sum(t[0].numel() for t in population.store.tensors.values())
+    return published.numbers() + personal.numbers(), held
 
 
 def by_formula(memory: str, d: int, d_phi: int, draws: int = COUNTED_DRAWS) -> int:

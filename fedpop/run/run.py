@@ -19,7 +19,7 @@ from fedpop.errors import CheckpointError, FedpopError, SettingsError, warn_user
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
-from fedpop.files import WRONG_CONTENT, cannot_go_on, reading, writable_folder, write_json
+from fedpop.files import WRONG_CONTENT, cannot_go_on, reading, remove_temporary, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
 from fedpop.methods.base import (
@@ -188,6 +188,8 @@ class Run:
     def execute(self, *, resume: bool, progress: bool | None) -> Population:
         """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
         with locked_folder(self.folder):
+            if self.folder is not None:
+                remove_temporary(self.folder)
             try:
                 return self._execute(resume, progress)
             except WRONG_CONTENT as error:

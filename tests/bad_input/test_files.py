@@ -268,6 +268,21 @@ def test_a_checkpoint_of_the_wrong_types_that_was_sealed_again(run: Path, entry:
 # --- reports ------------------------------------------------------------------------------------
 
 
+def test_what_a_killed_process_was_writing_goes(run: Path, tmp_path: Path) -> None:
+    left = [run / ".config.json.4194305.tmp", run / "checkpoints" / ".round-00000002.json.4194305.tmp"]
+    left += [run / ".writable-4194305"]
+    for path in left:
+        path.write_text("half")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FedpopWarning)
+        population = small(2, out=run, resume=True)
+    assert not any(path.exists() for path in left)
+    folder = population.save(tmp_path / "saved")
+    (folder / ".population.json.4194305.tmp").write_text("half")
+    population.save(folder)
+    assert not list(folder.glob(".*"))
+
+
 CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "reshaped": lambda t: t.reshape(-1)[:1] if t.numel() > 1 else torch.zeros(2, 3, dtype=t.dtype),
     "longer": lambda t: torch.cat([t.reshape(-1), t.reshape(-1)[:1], torch.zeros(2, dtype=t.dtype)]),

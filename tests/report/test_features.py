@@ -9,10 +9,12 @@ import torch
 import fedpop as fp
 from fedpop.errors import SettingsError
 from fedpop.methods import METHODS
+from fedpop.report.counted import COUNTED
 from fedpop.report.features import (
     COLUMNS,
     COUNTED_DRAWS,
     by_formula,
+    counted,
     feature_sheets,
     features,
     live,
@@ -29,6 +31,7 @@ def alive(name: str) -> fp.Population:
 def test_memory_on_a_live_client_is_what_the_formula_says(name: str) -> None:
     model = small_model(METHODS[name].of_classes)
     row = features(METHODS[name], model)
+    assert COUNTED[name] == counted(METHODS[name], model)
     assert row.to_predict == by_formula(row.memory, model.z_layout.size, model.phi_layout.size)
     assert ("M" in row.memory) == row.uncertainty
 
