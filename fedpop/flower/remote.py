@@ -155,6 +155,8 @@ class RemoteMembers(Members):
         """Sums of everyone's answers to questions that whoever comes later is asked, too."""
         self._again: dict[str, float] = {}
         """When a site that did not answer them is asked again."""
+        self._at_the_door: list[str] = []
+        """Sites that wait for others, so that their sum is nobody's alone."""
         self._part: dict[str, int] = {}
         """Sites that are in the last total, and how many units of theirs."""
         self._drawn_among: tuple[list[Any], Roster] = ([], Roster(torch.zeros(0, dtype=torch.int64)))
@@ -684,9 +686,9 @@ class RemoteMembers(Members):
             due = [n for n in here if not self._ready(n) and self._again.get(n, -math.inf) <= now]
             if self._secure is not None and 0 < len(due) < self._secure.terms.policy.minimum_sites:
                 few = self._secure.terms.policy.minimum_sites
-                log.info("%s wait(s) outside: secure sums take sites in by %d or more", _listed(due), few)
-                self._again |= dict.fromkeys(due, now + self._terms.timeout)
-                due = []
+                if due != self._at_the_door:
+                    log.info("%s wait(s) outside: secure sums take sites in by %d or more", _listed(due), few)
+                self._at_the_door, due = due, []
             if due or sum(map(self._ready, here)) >= self._terms.sites:
                 self._again |= dict.fromkeys(due, now + self._terms.timeout)
                 return due

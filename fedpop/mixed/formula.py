@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from fedpop.errors import SettingsError
+from fedpop.extras import library
 from fedpop.federation.datasets import as_text
 
 TOKEN = re.compile(
@@ -492,8 +493,4 @@ def _check_call(tokens: Tokens) -> None:
 
 
 def _formulae() -> Any:
-    try:
-        from formulae import model_description
-    except ImportError as error:
-        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
-    return model_description
+    return library("formulae", "formula", "mixed models").model_description

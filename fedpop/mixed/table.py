@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fedpop.errors import DataError, SettingsError
+from fedpop.errors import DataError
 from fedpop.extras import library
 from fedpop.federation.datasets import as_text
 from fedpop.federation.table_format import MINIMUM, USUAL_TABLE, TableFormat
@@ -33,11 +33,7 @@ FEW_BAD_CELLS = 10
 
 def pandas() -> Any:
     """pandas, or an error that says how to get it."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
-    return pandas
+    return library("pandas", "formula", "mixed models")
 
 
 def read_csv(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUAL_TABLE) -> Any:
