@@ -120,7 +120,7 @@ def server_check(root: Path, say: Say) -> None:
     words = check_deployment(run, folder.app, admitted)
     settings, terms = run.settings, run.terms
     say(f"{folder.settings.get('name', 'federation')}: the settings can be used")
-    schema = {} if isinstance(run, FormulaDeployment) else run.schema
+    schema = _about_columns(run.study.form) if isinstance(run, FormulaDeployment) else run.schema
     for line in (*_schema_words(schema), *words):
         say(f"  {line}")
     if isinstance(run, FormulaDeployment):
@@ -157,6 +157,12 @@ def secure_words(terms: SecureTerms) -> list[str]:
 
 def without_secure(privacy: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in privacy.items() if name not in SECURE}
+
+
+def _about_columns(form: Mapping[str, Any]) -> dict[str, Any]:
+    """What settings say of a formula's columns, as of a table's."""
+    named = [column for setting in ("range", "unit") for column in form.get(setting, ())]
+    return dict(form) | {"x": list(dict.fromkeys(named))}
 
 
 def _schema_words(schema: Mapping[str, Any]) -> list[str]:

@@ -315,12 +315,7 @@ def test_a_column_that_a_site_lacks_is_told_to_the_server(
 def test_without_flower(
     made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedpop.flower import status as run_status
-
-    def missing(*arguments: Any) -> None:
-        raise ModuleNotFoundError("No module named 'flwr'", name="flwr")
-
-    monkeypatch.setattr(run_status, "status", missing)
+    monkeypatch.setattr("fedpop.extras.find_spec", lambda name: None)
     assert "pip install 'fedpop[flower]'" in refused(capsys, "server", "status", made.server)
 
 

@@ -110,7 +110,9 @@ def test_settings_that_cannot_be(form: dict[str, Any], words: str) -> None:
         deployment(form)
 
 
-def test_a_further_formula_has_the_settings_of_its_columns(tmp_path: Path) -> None:
+def test_a_further_formula_has_the_settings_of_its_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = tmp_path / "server"
     fedpop("server", "init", server, "--formula", "y ~ w + v + (1 | g)", "--insecure")
     file = server / "app" / "federation.toml"
@@ -118,6 +120,9 @@ def test_a_further_formula_has_the_settings_of_its_columns(tmp_path: Path) -> No
     file.write_text(f"{file.read_text()}\n{more}")
     every = {"range": {"w": [0, 9], "v": [0, 1]}, "unit": {"w": "kg"}, "scale_tolerance": 50}
     assert deployment_in(ServerFolder(server)).study.form == every  # type: ignore[union-attr]
+    fedpop("server", "check", server)
+    output = capsys.readouterr().out
+    assert "column w: numbers in kg from 0 to 9\n  column v: numbers from 0 to 1\n" in output
     further = ServerFolder(server, "one")
     further.run.mkdir(parents=True)
     (further.run / "formula.toml").write_text('formula = "y ~ w + (1 | g)"\n')
