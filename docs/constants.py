@@ -910,6 +910,20 @@ TABLES: Mapping[str, Rows] = {
                 "when a search by scattered nodes is over",
                 "derived: their gradient is no better",
             ),
+            "ROUGH_FROM, ROUGH_NODES": (
+                "random effects from which a search begins where one by few nodes ended, and these nodes",
+                "only time depends on it: a singular fit with four random effects to 1,440 rows took 7 "
+                "processor seconds after 14",
+            ),
+            "WIDE_SEARCH_NATS": (
+                "nats that a Newton step may promise where a search on a grid of so many dimensions is over",
+                "derived: a hundredth of what its nodes leave unknown",
+            ),
+            "ROUGH_NATS, ROUGH_EVALUATIONS": ("when that one is over", "only time depends on it"),
+            "REFINED_EVALUATIONS": (
+                "evaluations of a search by scattered nodes that begins where one by half as many was over",
+                NOT_MEASURED,
+            ),
             "MAX_NODES": ("nodes at most, above which it is an error", NOT_MEASURED),
         },
         "mixed/sampled.py": {

@@ -104,12 +104,12 @@ class SmallCounts:
         found = {p.text: np.asarray(evaluated(p, rows.columns, {}), dtype=np.float64) for p in scaled}
         for name, values in found.items():
             if self._few(values):
-                raise self._refusal(f"the column 'scale({name})'", "sets")
+                raise self._refusal(f"the expression {name!r}, whose moments are asked for,", "sets")
         named = {c: rows.columns[c] for p in scaled for c in columns_of(p.tokens)}
         bare = {c: v.to_numpy(np.float64) for c, v in named.items() if not hasattr(v, "cat")}
         columns = {INTERCEPT: np.ones(len(rows))} | bare | found
         if self._combined(np.stack(list(columns.values()), axis=1)):
-            raise self._refusal("a combination of the columns inside scale()", "sets")
+            raise self._refusal("a combination of the columns inside scale(), poly() or ns()", "sets")
         for formula, before in earlier.items():
             self._require_alike(DesignColumns(found, rows.numbers), before, formula)
 

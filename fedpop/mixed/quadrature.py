@@ -27,7 +27,15 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.mixed.coordinates import Coordinates, coded, everyone
-from fedpop.mixed.engine import Engine, Factor, SearchResult, ThetaPoint, information_root, minimised
+from fedpop.mixed.engine import (
+    FIT_NATS,
+    Engine,
+    Factor,
+    SearchResult,
+    ThetaPoint,
+    information_root,
+    minimised,
+)
 from fedpop.mixed.families import LOG_DISPERSION, Family
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import Paths
@@ -308,6 +316,16 @@ SCATTERED_SEARCH_NATS, SCATTERED_EVALUATIONS = 0.01, 100
 it is: their gradient is that of their likelihood only as far as they are enough."""
 MAX_NODES = {True: 1500, False: 8192}
 """Nodes at most."""
+ROUGH_FROM, ROUGH_NODES = 3, 3
+"""Random effects from which a search on a grid begins where one by so few nodes has come to: each of its
+evaluations costs a tenth or less, and fits whose variances are zero take many."""
+WIDE_SEARCH_NATS = 1e-5
+"""Nats that a Newton step may promise where a search on such a grid is over, whose likelihood is known to a
+hundred times as many."""
+ROUGH_NATS, ROUGH_EVALUATIONS = 0.01, 60
+"""What a Newton step may promise where that one is over, and its evaluations at most."""
+REFINED_EVALUATIONS = 25
+"""Of a search by scattered nodes that begins where one by half as many was over."""
 
 
 def nodes_for(q: int) -> int:
@@ -379,22 +397,33 @@ class QuadratureEngine(Engine):
         return -float(found["value"]), -found["slope"], hessian
 
     def search(self, start: Tensor | None = None) -> tuple[SearchResult, ThetaPoint]:
-        p = len(self.units.x_names)
+        most = SCATTERED_EVALUATIONS if start is None else REFINED_EVALUATIONS
         if start is None:
-            b = torch.zeros(p, dtype=torch.float64)
-            b[: 1 if self.units.intercept else 0] = self.start
-            start = torch.cat((b, self.factor.start(0.5), b.new_zeros(int(self.family.dispersed))))
+            start = self._begin()
         if self.grid:
-            found = minimised(self._evaluate, start, watch=self._require_bound)
+            nats = FIT_NATS if len(self.units.z_names) < ROUGH_FROM else WIDE_SEARCH_NATS
+            found = minimised(self._evaluate, start, nats, watch=self._require_bound)
+            enough = NODE_AGREEMENT_NATS[True] / 10
         else:
-            found = minimised(
-                self._evaluate, start, SCATTERED_SEARCH_NATS / 10, SCATTERED_EVALUATIONS, self._require_bound
-            )
-            if not found.converged and found.promised < SCATTERED_SEARCH_NATS:
-                words = f"converged as far as {self.nodes} nodes can tell: a Newton step promises"
-                found = replace(found, converged=True, words=f"{words} {found.promised:.1g} nats")
+            nats, enough = SCATTERED_SEARCH_NATS / 10, SCATTERED_SEARCH_NATS
+            found = minimised(self._evaluate, start, nats, most, self._require_bound)
+        if not found.converged and 0 <= found.promised < enough:
+            words = f"converged as far as {self.nodes} nodes can tell: a Newton step promises"
+            found = replace(found, converged=True, words=f"{words} {found.promised:.1g} nats")
         self._require_information(found)
         return found, self.point(found.x)
+
+    def _begin(self) -> Tensor:
+        """Everybody's mean and spreads of a half, or where a search by few nodes comes from there."""
+        b = torch.zeros(len(self.units.x_names), dtype=torch.float64)
+        b[: 1 if self.units.intercept else 0] = self.start
+        start = torch.cat((b, self.factor.start(0.5), b.new_zeros(int(self.family.dispersed))))
+        if not self.grid or len(self.units.z_names) < ROUGH_FROM:
+            return start
+        few = replace(self, nodes=ROUGH_NODES)
+        rough = minimised(few._evaluate, start, ROUGH_NATS, ROUGH_EVALUATIONS).x
+        far = float(rough.abs().max()) > SEPARATED_SD  # by few nodes a likelihood may have no maximum
+        return start if far or not bool(rough.isfinite().all()) else rough
 
     def _require_bound(self, x: Tensor, slope: Tensor) -> None:
         """Raise where estimates run to infinity: the search would follow them for long."""

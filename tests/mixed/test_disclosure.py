@@ -161,9 +161,14 @@ def test_what_no_two_formulas_show_three_do_not(frame: Any) -> None:
 @pytest.mark.parametrize(
     ("formula", "words"),
     [
-        ("y ~ scale(x * (id == 7)) + (1 | g)", r"the column 'scale\(x \* \(id == 7\)\)' sets fewer"),
-        ("y ~ scale(x + 1e6 * (id == 7)) + (1 | g)", "the column 'scale"),
+        (
+            "y ~ scale(x * (id == 7)) + (1 | g)",
+            r"the expression 'x \* \(id == 7\)', whose moments are asked for, sets fewer",
+        ),
+        ("y ~ scale(x + 1e6 * (id == 7)) + (1 | g)", "the expression 'x"),
         ("y ~ scale(x + (id == 7)) + (1 | g)", "a combination of the columns inside scale"),
+        ("y ~ poly(x * (id == 7), 2) + (1 | g)", r"the expression 'x \* \(id == 7\)'"),
+        ("y ~ ns(x * (id == 7), 2) + (1 | g)", r"the expression 'x \* \(id == 7\)'"),
     ],
 )
 def test_moments_of_expressions_do_not_leave_before_they_were_looked_at(
