@@ -107,7 +107,7 @@ def tables(records: list[Record]) -> list[Table]:
     table = Table(
         title=f"a site's part of a secure sum of {ENTRIES:,} numbers",
         caption=f"Processor seconds, median and quartiles of {records[0]['metrics']['repeats']} "
-        f"turns; a round is one pass over {records[0]['setting']['images']} images; bytes over those of float32",
+        f"turns; a round is one pass over {records[0]['setting']['images']} images; bytes over float32's",
     )
     for name in ("sites", "masks over a round", "all over a round", "all, seconds", "goal", "bytes"):
         table.add_column(name, justify="right")
