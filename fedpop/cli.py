@@ -20,6 +20,7 @@ from tyro.extras import SubcommandApp
 
 from fedpop.cli_data import DataDir, Get, Listing, Show
 from fedpop.errors import CheckpointError, FedpopError, SettingsError, plain_warnings
+from fedpop.extras import require_flower
 from fedpop.version import __version__
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ def site() -> None:
 
 def _federated(who: str, arguments: list[str]) -> None:
     """The commands of a server or a site, with their options."""
+    require_flower()
     import_module("fedpop.flower.commands").run_command(who, arguments)
 
 
@@ -234,11 +236,6 @@ def answered(answer: Callable[[list[str]], None], given: list[str], name: str = 
             answer(given)
     except FedpopError as error:
         sys.stderr.write(f"{name}: {error}\n")
-        raise SystemExit(2) from None
-    except ModuleNotFoundError as error:
-        if error.name not in ("flwr", "cryptography"):
-            raise
-        sys.stderr.write(f"{name}: {error.name} is not installed: pip install 'fedpop[flower]'\n")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted; what was finished is saved\n")

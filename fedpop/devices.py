@@ -16,7 +16,7 @@ def device_named(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError, ImportError) as error:
         why = str(error).splitlines()[0]
         raise SettingsError(
             f"device {str(name)!r} is not here ({why}); leave device out to compute where the model is"

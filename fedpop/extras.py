@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -10,10 +11,24 @@ from fedpop.errors import ExtraError
 
 
 def require_report() -> None:
-    """Raise before hours of work whose report could not be written; nothing is imported."""
-    for package in ("matplotlib", "jinja2"):
+    """Raise before hours of work whose report could not be written."""
+    _require(("matplotlib", "jinja2"), "report", "reports")
+
+
+def require_flower() -> None:
+    """Raise where a command of a server or a site cannot run."""
+    _require(("flwr", "cryptography"), "flower", "servers and sites")
+
+
+def _require(packages: Sequence[str], extra: str, what: str) -> None:
+    """Nothing is imported."""
+    for package in packages:
         if find_spec(package) is None:
-            raise ExtraError(f"reports need {package}: pip install 'fedpop[report]'")
+            raise _missing(package, extra, what)
+
+
+def _missing(package: str, extra: str, what: str) -> ExtraError:
+    return ExtraError(f"{what} need {package}: pip install 'fedpop[{extra}]'")
 
 
 def library(module: str, extra: str, what: str) -> Any:
@@ -28,5 +43,4 @@ def library(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        package = module.split(".")[0]
-        raise ExtraError(f"{what} need {package}: pip install 'fedpop[{extra}]'") from error
+        raise _missing(module.split(".")[0], extra, what) from error

@@ -214,6 +214,25 @@ def _reason(error: BaseException) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
+WRONG_CONTENT = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
+    ValueError, OSError,
+)  # fmt: skip
+"""What comes of taking something for what it is not."""
+
+
+def cannot_go_on(path: Path, error: BaseException) -> CheckpointError:
+    """What this file holds was used, and an error came that says nothing by itself."""
+    return CheckpointError(
+        f"cannot go on from {path} ({_detail(error)}): what it holds does not fit this run, or the run's own "
+        "code failed; go on from a copy of the folder, or start again in another one"
+    )
+
+
+def _detail(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 @contextmanager
 def reading(path: Path, what: str, remedy: str = DAMAGED) -> Iterator[None]:
     """Whatever goes wrong while this file is made sense of, as one error that names it.
@@ -228,20 +247,22 @@ def reading(path: Path, what: str, remedy: str = DAMAGED) -> Iterator[None]:
         if str(path) in str(error):
             raise
         raise CheckpointError(f"{path}: {error}") from error
-    except (
-        FedpopError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError,
-        TypeError, ValueError, OSError,
-    ) as error:  # fmt: skip
-        detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise CheckpointError(f"{path} is not {what} of this version ({detail}); {remedy}") from error
+    except (FedpopError, *WRONG_CONTENT) as error:
+        raise CheckpointError(f"{path} is not {what} of this version ({_detail(error)}); {remedy}") from error
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file to read from; what is none, such as a pipe or a device, would never end, or never begin."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "it is not a file, but a pipe, a device or a folder")
+    return open(handle, "rb")
 
 
 def whole_file(path: Path) -> bytes:
-    """All of a file; what is none, such as a pipe or a device, would never end, or never begin."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(0, "it is not a file, but a pipe, a device or a folder")
+    """All of a file."""
+    with opened(path) as file:
         return file.read()
 
 

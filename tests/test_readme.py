@@ -5,6 +5,8 @@ import io
 import re
 from pathlib import Path
 
+from fedpop.methods import METHODS
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -23,3 +25,13 @@ def test_the_example_prints_what_the_readme_shows():
 def shape(text):
     text = re.sub(r"[0-9.]+ s\b", "S", text)
     return re.sub(r"-?\d+\.\d+", lambda m: f"{round(float(m[0]), 1):.0f}", text).split()
+
+
+def test_every_method_is_named():
+    text = " ".join(README.read_text().replace("-", "").lower().split())
+    other = {
+        "localonly": "local training",
+        "fedavgft": "finetuning too",
+        "maximummarginallikelihood": "maximum marginal likelihood",
+    }
+    assert [n for n in METHODS if other.get(n.lower(), n.lower()) not in text] == []

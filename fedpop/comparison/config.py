@@ -27,6 +27,7 @@ from fedpop.comparison.tasks import Task, naming, only, task_from
 from fedpop.comparison.terms import Entry, Terms, check_labels, entry_from, seeds_of
 from fedpop.errors import SettingsError
 from fedpop.extras import require_report
+from fedpop.files import whole_file
 from fedpop.privacy.gaussian import gaussian_from
 
 RUN = ("rounds", "passes", "seeds", "participation", "every", "last", "precision")
@@ -66,7 +67,7 @@ def read_config(path: str | Path, data: str | Path | None = None) -> Config:
     """Read a settings file; ``data`` is where images are, in place of what it says."""
     path = Path(path)
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        raw = tomllib.loads(whole_file(path).decode("utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -17,6 +17,7 @@ from fedpop.comparison.tasks import Task
 from fedpop.comparison.terms import Terms, entry_from
 from fedpop.comparison.truth import METHODS, Outcome, run_beside_truth
 from fedpop.data.synthetic import Synthetic, SyntheticTask
+from fedpop.extras import require_report
 from fedpop.files import read_json, writable_folder, write_json
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
@@ -71,6 +72,7 @@ EXPLAINED = (
 
 def run_demo(out: Path, seed: int) -> None:
     """Two tables on the terminal, and a page to look at; all of it can be made again from the folder."""
+    require_report()
     console = Console()
     folder = writable_folder(out)
     torch.set_num_threads(1)  # the tensors are tiny: a second thread would only wait

@@ -11,8 +11,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from fedpop.checked import Range, require
 from fedpop.comparison.terms import Source, Subject
 from fedpop.data.folder_task import FolderTask
 from fedpop.data.function_task import FunctionTask
@@ -44,6 +45,7 @@ MORE: dict[str, dict[str, Any]] = {
     "function": {"new_clients": 0},
 }
 """Settings beside those of the task's class, with their defaults."""
+NoneOrFew = Annotated[int, Range(least=0, most=1_000_000)]
 MODEL = ("entry", "path")
 
 
@@ -128,8 +130,9 @@ def task_from(raw: Mapping[str, Any], path: Path, data: str | Path | None) -> Ta
     if "path" in own:
         settings["path"] = _folder(path, table, where)
     for name in ("new_clients", "validation"):
-        if name in more and (isinstance(more[name], bool) or not isinstance(more[name], int)):
-            raise SettingsError(f"{where}: {name} is a whole number, not {more[name]!r}")
+        if name in more:
+            with naming(where):
+                require(NoneOrFew, **{name: more[name]})
     entry = _model(raw, path, kind)
     with naming(where):
         return Task(kind, KINDS[kind](**settings), more, **entry)

@@ -173,7 +173,6 @@ def _strange(
 
 def _bad_numbers(columns: Columns, column: str, form: Mapping[str, Any]) -> Iterator[tuple[int, str, str]]:
     values, (least, most) = columns.parsed(column), form.get("range", {}).get(column, (-LARGEST, LARGEST))
-    unit = f" {form['unit'][column]}" if column in form.get("unit", {}) else ""
     for i in np.flatnonzero(~((values >= least) & (values <= most) & (np.abs(values) <= LARGEST))).tolist():
         text = columns[column][i]
         if not text:
@@ -185,7 +184,25 @@ def _bad_numbers(columns: Columns, column: str, form: Mapping[str, Any]) -> Iter
         elif abs(values[i]) > LARGEST:
             yield i, f"a number too large for float32, which ends at {LARGEST:.2g}", "rescale the column"
         else:
-            yield i, f"a number that is not in the range {least:g} to {most:g}{unit}", ""
+            yield i, outside_range(form, column), ""
+
+
+def outside_range(form: Mapping[str, Any], column: str) -> str:
+    """What is wrong with a number that is not in its column's range."""
+    (least, most), unit = form["range"][column], form.get("unit", {}).get(column)
+    return f"a number that is not in the range {least:g} to {most:g}{'' if unit is None else f' {unit}'}"
+
+
+def require_range(who: str, numbers: Mapping[str, Numbers], form: Mapping[str, Any]) -> None:
+    """Raise one error for all columns with numbers that are not in their range."""
+    bad = []
+    for column, (least, most) in form.get("range", {}).items():
+        if column in numbers:
+            out = np.flatnonzero(~((numbers[column] >= least) & (numbers[column] <= most)))
+            what = outside_range(form, column)
+            bad += [f"column {column!r}, {len(out)} row(s): {what}"] if len(out) else []
+    if bad:
+        raise SchemaError(f"{who}, {'; '.join(bad)}")
 
 
 def fitting(columns: Columns, form: Mapping[str, Any]) -> Columns:
@@ -241,21 +258,27 @@ def scale_of(values: Numbers) -> tuple[float, float]:
 
 
 def require_alike(columns: Columns, form: Mapping[str, Any]) -> None:
+    """Raise where a column of a table is out of all proportion."""
+    compared = [column for column in form.get("medians", {}) if column in columns.texts]
+    require_proportion(columns.who, {column: columns.numbers(column) for column in compared}, form)
+
+
+def require_proportion(who: str, numbers: Mapping[str, Numbers], form: Mapping[str, Any]) -> None:
     """Raise where a column's size or spread is out of all proportion to what most sites have. The words are
     for the site alone: they hold what its values are like."""
-    tolerance = float(form.get("scale_tolerance", SCALE_TOLERANCE))
-    medians = {c: powers for c, powers in form.get("medians", {}).items() if c in columns.texts}
-    found = [words for c, powers in medians.items() for words in _unlike(columns, c, powers, tolerance)]
+    tolerance, medians = float(form.get("scale_tolerance", SCALE_TOLERANCE)), form.get("medians", {})
+    each = ((c, v, medians[c]) for c, v in numbers.items() if c in medians)
+    found = [words for one in each for words in _unlike(*one, tolerance)]
     if found:
         raise ScaleError(
-            f"{columns.who}, {'; '.join(found)}: more than {tolerance:g} times as much, or as little; look "
+            f"{who}, {'; '.join(found)}: more than {tolerance:g} times as much, or as little; look "
             "at the column's unit, and for cells that are out of all proportion"
         )
 
 
-def _unlike(columns: Columns, column: str, powers: Sequence[float | None], tolerance: float) -> Iterator[str]:
+def _unlike(column: str, values: Numbers, powers: Sequence[float | None], tolerance: float) -> Iterator[str]:
     """In which way a column is not what it is at most sites."""
-    each = zip(("median size", "spread"), scale_of(columns.numbers(column)), powers, strict=True)
+    each = zip(("median size", "spread"), scale_of(values), powers, strict=True)
     for what, value, power in each:
         if power is not None and value and abs(math.log2(value) - power) > math.log2(tolerance):
             yield f"column {column!r}: its {what} is {value:.3g}, in the middle of all sites {2.0**power:.2g}"

@@ -24,7 +24,21 @@ def as_name(value: Any, where: str) -> str:
         raise DataError(f"{where} is {value!r}: every client has a name; drop its rows or give it one")
     if isinstance(value, tuple | list | dict | set | Tensor):
         raise DataError(f"{where} is {value!r}: a name is a text or a whole number")
-    return str(value)
+    return as_text(str(value), where)
+
+
+def as_text(text: str, where: str) -> str:
+    """A text that can be written to a file: half of a surrogate pair is no character.
+
+    >>> as_text("\\ud800", "here")
+    Traceback (most recent call last):
+    fedpop.errors.DataError: here is '\\ud800', which is not text; rename it
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{where} is {text!r}, which is not text; rename it") from None
+    return text
 
 
 def owners(column: Any, where: str) -> tuple[Sequence[str], Tensor]:

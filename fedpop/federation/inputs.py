@@ -80,7 +80,7 @@ def rows_of(x: Inputs) -> int:
 def as_inputs(x: Any, where: str) -> Inputs:
     """Tensors from tensors, arrays or nested numbers; ragged leaves are refused."""
     out: Inputs
-    if isinstance(x, Tensor) and x.dim():  # the usual case, for as many clients as there are
+    if isinstance(x, Tensor) and (x.is_nested or x.dim()):  # the usual case, for as many clients as there are
         return _real(x.detach(), f"{where}, x")
     if isinstance(x, dict):
         out = {str(k): as_tensor(v, f"{where}, x[{k!r}]") for k, v in x.items()}
@@ -119,7 +119,7 @@ def as_tensor(value: Any, where: str) -> Tensor:
         if array.dtype == object:
             raise DataError(f"{where}: rows of unequal length, or values that are not numbers")
         return _real(torch.as_tensor(np.ascontiguousarray(array)), where)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where}: cannot be read as numbers ({error})") from error
@@ -128,8 +128,14 @@ def as_tensor(value: Any, where: str) -> Tensor:
 def _real(value: Tensor, where: str) -> Tensor:
     if value.is_complex():
         raise DataError(f"{where}: complex numbers; give their real and imaginary parts as two columns")
-    if value.layout != torch.strided or value.is_quantized:
-        raise DataError(f"{where}: a sparse or quantised tensor; give it as a dense one, .to_dense()")
+    if value.layout != torch.strided or value.is_quantized or value.is_nested:
+        raise DataError(
+            f"{where}: a sparse, nested or quantised tensor; give it as a dense one, .to_dense(), or padded"
+        )
+    if value.is_meta:
+        raise DataError(f"{where}: a tensor on the device 'meta' holds no numbers")
+    if value.is_floating_point() and value.dtype.itemsize < 2:
+        raise DataError(f"{where}: numbers of type {value.dtype}; give them as x.float()")
     return value
 
 

@@ -100,7 +100,7 @@ def read_table(path: Path, form: Mapping[str, Any], site: str, table: TableForma
             f"site {site!r} has a function for its data, but the federation agrees on columns of tables; "
             "with functions [data] names no columns, and each returns examples that are ready"
         )
-    _require_units(form, table, f"site {site!r}")
+    require_units(form, table, f"site {site!r}")
     columns = fitting(read_columns(path, columns_of(form), site, table), form)
     require_alike(columns, form)
     return columns
@@ -117,7 +117,7 @@ def table_notes(columns: Columns, form: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _require_units(form: Mapping[str, Any], table: TableFormat, who: str) -> None:
+def require_units(form: Mapping[str, Any], table: TableFormat, who: str) -> None:
     """Raise unless a site says that its columns are in the federation's units."""
     for column, unit in form.get("unit", {}).items() if table.unit is not None else ():
         given = table.unit.get(column) if table.unit is not None else None

@@ -17,7 +17,7 @@ from fedpop.federation.inputs import Example
 from fedpop.federation.reading import read_columns, read_table, require_some, table_notes, width
 from fedpop.files import read_sealed, read_tensors
 from fedpop.flower.deployment import Deployment
-from fedpop.flower.formulas import FormulaDeployment
+from fedpop.flower.formulas import FormulaDeployment, compared
 from fedpop.flower.rehearsal import Rehearsed, Watched, Written, rehearsed
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.secure_sums import SecureTerms
@@ -252,7 +252,8 @@ def _check_formula(deployment: FormulaDeployment, site: Site, say: Say) -> None:
     say(f"  the data fit {study.formula.text}: {len(rows)} rows of {members.units} group(s)")
     journal = Journal()
     try:
-        fitted_over(JournaledMembers(study, journal, LocalMembers(study, rows)), study, deployment.fit)
+        asked = JournaledMembers(study, journal, LocalMembers(study, rows))
+        fitted_over(asked, compared(asked, study)[0], deployment.fit)
     except FedpopError as error:
         say(f"  what would be sent could not be rehearsed to the end with this site alone: {error}")
     for entry in journal.entries.values():

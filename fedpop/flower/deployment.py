@@ -8,22 +8,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fedpop.federation.inputs import Example
 from fedpop.files import read_sealed, read_tensors, writable_folder, write_json, write_sealed, write_tensors
 from fedpop.flower.final_questions import answers
 from fedpop.flower.outcome import FEDERATION, warnings, write_outcome
 from fedpop.flower.remote import RemoteMembers, RoundTerms, site_records_of
 from fedpop.flower.secure_sums import SecureTerms
-from fedpop.flower.server_folder import AFTERWARDS
+from fedpop.flower.server_folder import AFTERWARDS, SCALES
 from fedpop.flower.site import keep_hello, keep_theta
 from fedpop.flower.site_records import SiteRecord
 from fedpop.flower.transport import Transport
 from fedpop.methods.base import Algorithm, chosen
 from fedpop.population import Population
 from fedpop.questions.forms import agreed, example_from, plain_example, scales_of
-from fedpop.questions.scales import counted_powers, median_powers
+from fedpop.questions.scales import median_powers, plain_scales
 from fedpop.run import checkpoint as checkpoints
 from fedpop.run.callbacks import Callback
 from fedpop.run.private import private_method
@@ -32,8 +30,6 @@ from fedpop.run.settings import Settings
 from fedpop.site.study import Survey, Training, values_of, with_values
 
 AGREED = "agreed.json"
-SCALES = "scales.json"
-"""How columns differ between sites, and who stopped because of its data."""
 log = logging.getLogger("fedpop.server")
 
 
@@ -187,17 +183,7 @@ def _agreed_about_tables(
         without |= unfit
     if file is not None:
         write_json(
-            file.with_name(SCALES), {"columns": _plain(histograms), "stopped": stopped | members.refused}
+            file.with_name(SCALES),
+            {"columns": plain_scales(histograms), "stopped": stopped | members.refused},
         )
     return method, form, example
-
-
-def _plain(histograms: Mapping[str, Tensor]) -> dict[str, dict[str, dict[str, int]]]:
-    """How many sites have which power of two, where there are any."""
-    return {
-        column: {
-            what: {str(power): round(count) for power, count in counted_powers(one).items()}
-            for what, one in zip(("size", "spread"), both, strict=True)
-        }
-        for column, both in histograms.items()
-    }

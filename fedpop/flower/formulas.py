@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fedpop.errors import CheckpointError, FedpopError, SettingsError
 from fedpop.federation.participation import Everyone
+from fedpop.federation.table_format import MINIMUM
 from fedpop.files import json_lines, read_bytes, read_json, writable_folder, write_bytes, write_json
 from fedpop.flower.outcome import FEDERATION
 from fedpop.flower.remote import RemoteMembers, RoundTerms
 from fedpop.flower.secure_sums import SecureTerms
-from fedpop.flower.server_folder import FIT, OUTCOME, PRINTED
+from fedpop.flower.server_folder import FIT, OUTCOME, PRINTED, SCALES
 from fedpop.flower.site import SiteExperiment, read_theta
 from fedpop.flower.site_records import SiteRecord
 from fedpop.flower.transport import Transport
@@ -30,10 +32,12 @@ from fedpop.message import Tensors, Total
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.model import FitSettings, fitted_over
 from fedpop.mixed.saved import ANSWERS, completed, described, parts_of, write_fit
-from fedpop.mixed.study import FormulaStudy
+from fedpop.mixed.study import SITE, FormulaStudy
 from fedpop.mixed.table import labels, pandas
+from fedpop.questions.forms import check_columns
+from fedpop.questions.scales import ColumnScales, median_powers, plain_scales
 from fedpop.run.journal import Journal, JournaledMembers
-from fedpop.run.members import Asking, LocalMembers
+from fedpop.run.members import Asking, LocalMembers, Members
 from fedpop.run.settings import Settings
 
 log = logging.getLogger("fedpop.server")
@@ -92,9 +96,15 @@ class FormulaDeployment:
 
     @classmethod
     def of(
-        cls, experiment: str, model: Mapping[str, Any], seed: int, terms: RoundTerms, name: str
+        cls,
+        experiment: str,
+        model: Mapping[str, Any],
+        seed: int,
+        terms: RoundTerms,
+        name: str,
+        form: Mapping[str, Any] | None = None,
     ) -> FormulaDeployment:
-        """From the words of ``[model]``."""
+        """From the words of ``[model]``, and of ``[data]`` about columns."""
         given = dict(model)
         profile, bootstrap = given.pop("profile", False), given.pop("bootstrap", 0)
         if not isinstance(profile, bool) or type(bootstrap) is not int:
@@ -106,6 +116,7 @@ class FormulaDeployment:
         if "na" in given:
             about["na"] = tuple(given["na"])
         study = FormulaStudy.from_text(given["formula"], **about)
+        study = replace(study, form=check_columns(form or {}, study.columns, "[data]: "))
         how = {n: given[n] for n in ("method", "levels", "contrasts", "min_count") if n in given}
         fit = FitSettings(**how)
         settings = Settings(rounds=None, seed=seed, participation=Everyone())
@@ -132,7 +143,10 @@ def run_formula(deployment: FormulaDeployment, transport: Transport, folder: Pat
     write_json(folder / FEDERATION, {"name": name, "formula": deployment.study.formula.text})
     members = FederatedMembers(deployment, transport, folder)
     try:
-        fit = fitted_over(members, deployment.study, deployment.fit)
+        study, histograms = compared(members, deployment.study)
+        some = {column: both for column, both in histograms.items() if bool(both.any())}
+        write_json(folder / SCALES, {"columns": plain_scales(some), "stopped": {}})
+        fit = fitted_over(members, study, deployment.fit)
     except FedpopError:
         members.forget()  # sites mend what was wrong, and are asked anew
         raise
@@ -150,6 +164,16 @@ def run_formula(deployment: FormulaDeployment, transport: Transport, folder: Pat
     have = members.finish(tensors | {DESCRIBED: text}, fit.rounds, [("formula", fit.formula)])
     log.info("the fit is at %s", ", ".join(have) or "no site")
     return fit
+
+
+def compared(members: Members, study: FormulaStudy) -> tuple[FormulaStudy, Mapping[str, Tensor]]:
+    """The study under which a site stops itself where a column is out of all proportion to most sites', and
+    how large columns are at sites."""
+    histograms = members.asks(ColumnScales(tuple(dict.fromkeys(study.columns)), MINIMUM), {})
+    medians = {column: median_powers(histogram) for column, histogram in histograms.items()}
+    study = replace(study, form=dict(study.form) | {"medians": medians})
+    members.update_study(study)
+    return study, histograms
 
 
 def _afterwards(deployment: FormulaDeployment, fit: MixedFit, folder: Path) -> Iterator[str]:
@@ -257,11 +281,6 @@ def _warnings(fit: MixedFit) -> list[str]:
 # --- at a site, offline --------------------------------------------------------------------------
 
 
-def is_about_formula(experiment: SiteExperiment) -> bool:
-    """Whether what a site was last given is a fit of a formula."""
-    return isinstance(experiment.study, FormulaStudy)
-
-
 def fit_at(experiment: SiteExperiment) -> MixedFit:
     """The federation's fit over this site's rows: its own groups' posteriors, and everybody's theta."""
     tensors: Tensors = read_theta(experiment.folder)
@@ -278,6 +297,8 @@ def predicted_rows(fit: MixedFit, frame: Any, level: float) -> Any:
     the rows, each with what it is."""
     pd, group, known = pandas(), fit.group, set(fit.levels)
     frame = frame.reset_index(drop=True)
+    if group == SITE and SITE not in frame.columns:  # without a column rows are this site's
+        frame = frame.assign(**{SITE: fit.levels[0]})
     named = labels(frame[group]) if group in frame.columns else [None] * len(frame)
     if group in frame.columns:
         there = frame[group].notna().tolist()

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
-from fedpop.errors import SettingsError
+from fedpop.errors import ExtraError, SettingsError
 from fedpop.flower.logs import LINE_PARTS, LogLine, put_aside
 from fedpop.version import __version__
 
@@ -88,7 +88,7 @@ def program(name: str) -> str:
     """One of Flower's commands, from the same environment as this one."""
     found = Path(sys.executable).parent / name
     if not found.exists():
-        raise SettingsError(f"there is no {name} beside {sys.executable}: pip install 'fedpop[flower]'")
+        raise ExtraError(f"there is no {name} beside {sys.executable}: pip install 'fedpop[flower]'")
     return str(found)
 
 
@@ -97,7 +97,7 @@ def require_flower() -> None:
     try:
         version = importlib.metadata.version("flwr")
     except importlib.metadata.PackageNotFoundError as error:
-        raise SettingsError("Flower is not installed: pip install 'fedpop[flower]'") from error
+        raise ExtraError("Flower is not installed: pip install 'fedpop[flower]'") from error
     found = find_spec("flwr")
     root = Path(found.origin).parent if found is not None and found.origin else Path()
     moved = [m for m in MODULES if not any((root / f"{m}{end}").exists() for end in (".py", "/__init__.py"))]
@@ -274,10 +274,6 @@ class Supervised:
             self._start()
             return True
         return False
-
-    def log_end(self, characters: int = 4000) -> str:
-        """The end of its log."""
-        return self._log.read_bytes()[-characters:].decode(errors="replace") if self._log.exists() else ""
 
     def stop(self, seconds: float = 10.0) -> None:
         """End it and all that it started."""

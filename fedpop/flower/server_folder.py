@@ -22,6 +22,8 @@ it; what is in the checkpoint has a format of its own."""
 FEDERATION, FORMULA_FILE = "federation.toml", "formula.toml"
 OUTCOME, AFTERWARDS = "outcome.json", "afterwards.json"
 """What came of a run, and what sites were asked when it was over."""
+SCALES = "scales.json"
+"""How columns differ between sites, and who stopped because of its data."""
 FIT, PRINTED = "fit", "fit.txt"
 """A formula's fit, and how it is printed."""
 TABLES = ("name", "data", "model", "method", "run", "privacy", "sites", "server")

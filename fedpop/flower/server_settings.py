@@ -36,6 +36,7 @@ from fedpop.flower.trackers import TRACKERS, trackers_of
 from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
+from fedpop.mixed.study import FormulaStudy
 from fedpop.models.entry import model_named
 from fedpop.privacy.gaussian import gaussian_from
 from fedpop.privacy.secure import Policy
@@ -58,7 +59,9 @@ def deployment(folder: ServerFolder) -> Deployment | FormulaDeployment:
         path = folder.run / FORMULA_FILE
         about = read_toml(path, "fedpop server fit makes it")
         kept = {n: plain[n] for n in ("name", "privacy", "sites", "server") if n in plain}
-        plain = kept | {"model": about, "run": {"seed": plain.get("run", {}).get("seed", 0)}}
+        data = _about_columns(plain.get("data", {}), str(about.get("formula")))
+        seed = {"seed": plain.get("run", {}).get("seed", 0)}
+        plain = kept | {"data": data, "model": about, "run": seed}
     found = deployment_of(path, plain, folder.experiment(), folder.run)
     if isinstance(found, FormulaDeployment) and found.terms.begin is None:
         found = replace(found, whom=sorted(key.stem for key in folder.admitted.glob("*.pub")))
@@ -157,15 +160,21 @@ def _formula(path: Path, plain: Mapping[str, Any], experiment: str) -> FormulaDe
             "which they stay what they are: leave [privacy] out; fp.mixed_model(..., privacy=...) has a "
             "sampled engine where all rows are on one machine"
         )
-    for table in ("data", "method"):
-        if plain.get(table):
-            raise SettingsError(f"{path}: where [model] has a formula there is no [{table}]")
+    if plain.get("method"):
+        raise SettingsError(f"{path}: where [model] has a formula there is no [method]")
     known_only(plain.get("server", {}), SERVER, f"{path}, [server]")
     run = known_only(plain.get("run", {}), ("seed",), f"{path}, [run]")
     words = tuple(f.name for f in fields(RoundTerms))
     terms = RoundTerms(**known_only(plain.get("sites", {}), words, f"{path}, [sites]"))
     name = str(plain.get("name", "federation"))
-    return FormulaDeployment.of(experiment, model, run.get("seed", 0), terms, name)
+    return FormulaDeployment.of(experiment, model, run.get("seed", 0), terms, name, plain.get("data", {}))
+
+
+def _about_columns(data: Mapping[str, Any], formula: str) -> dict[str, Any]:
+    """Of ``[data]`` what is about columns of a further formula."""
+    columns = FormulaStudy.from_text(formula).columns
+    named = {n: {c: v for c, v in data[n].items() if c in columns} for n in ("range", "unit") if n in data}
+    return named | {n: data[n] for n in ("scale_tolerance",) if n in data}
 
 
 def _maker(

@@ -466,7 +466,7 @@ class SiteExperiment:
     def ask(self, request: Request) -> Message:
         """An answer to a question; what it leaves with units is noted under its name."""
         header, last_counted = request.header, int(request.header["heard"])
-        question = self._untelling(_question(header["description"], request.tensors, self.study))
+        question = self._suppressing(_question(header["description"], request.tensors, self.study))
         self.site.allowed.require_question(question)
         self._require_rows(question)
         about = {"site": self.site.name, "experiment": self.name, "question": question.name}
@@ -513,13 +513,13 @@ class SiteExperiment:
             about, MASKED, self.secure.reply(attempt, work.message, question.sends, (), also, topic)
         )
 
-    def _untelling(self, question: Question[Any]) -> Question[Any]:
-        """The question with this site's own minimum, where a formula's asks for smaller cells. (Outcomes are
-        told: sums of the response tell as much.)"""
+    def _suppressing(self, question: Question[Any]) -> Question[Any]:
+        """The question with this site's own minimum, where a formula's asks for smaller cells. (The
+        response is exempt: its sums reveal as much.)"""
         if not isinstance(self.study, FormulaStudy):
             return question
-        told = () if self.study.response is None else (self.study.response,)
-        return question.untelling(self.site.small_counts.minimum, told)
+        exempt = () if self.study.response is None else (self.study.response,)
+        return question.suppressing(self.site.small_counts.minimum, exempt)
 
     def _require_rows(self, question: Question[Any]) -> None:
         """Cross products of a few rows reveal the rows: they are not sent."""

@@ -34,8 +34,8 @@ class Sent:
 
 VECTORS: Mapping[str, Sent] = {
     # Rounds.
-    "I": Sent("mean score of the population prior along the chain (Algorithm 1, line 16)"),
-    "J": Sent("mean gradient of the log-likelihood in phi (line 17), or the local move that takes its place"),
+    "I": Sent("mean score of the population prior along the chain (Algorithm 1, line 17)"),
+    "J": Sent("mean gradient of the log-likelihood in phi (line 18), or the local move that takes its place"),
     "curvature": Sent("trace of a bound on the likelihood's curvature in z; or its largest eigenvalue"),
     "examples": Sent("number of training examples"),
     "departure": Sent("how far data lie from what theta expects of them, r' V^-1 r"),

@@ -4,7 +4,7 @@
     site       enter(units)                            -> a unit's state in its first round
                local_round(round, cohort, local)       -> Answer: vectors, new states, who is fit, what it
                cost
-    on the way a Channel clips, compresses, encodes; decodes and sums (no method knows of it)
+    on the way a Channel clips, compresses, encodes; decodes and sums
     server     server_round(server, total)             -> the next server state, from sums alone
 
 Answers are additive: the server needs sums and a count, nothing else. That is what makes secure and

@@ -13,8 +13,13 @@ and on the server, with b/|A| or 1/p_i weights,
     phi_{k+1}  = Proj(phi_k  + eta2 [grad log p(phi_k)  + sum C(J_i)]).
 
 phi is frozen while a chain runs, so features are computed once, and J is one backward pass through the
-backbone whatever M. FedSOUL is FedSOUK with Langevin steps; ``FedSOUL.paper()`` is Algorithm 1 to the
-letter, the default chooses the kernel by the head.
+backbone whatever M. The paper's FedSOUL is FedSOUK with Langevin steps (``FedSOUL.paper()``, to the letter);
+``FedSOUL`` chooses kernel and engine by the head.
+
+    Q        kernels/base.py ``Kernel.run``, called by client/sampler.py, which has I too (``scores``)
+    J        client/phi_step.py ``PhiWork``; what is compressed is ``compressed`` below
+    b/|A|    message/message.py ``Total.scale``, in ``Total.estimate``
+    eta1     server/beta_step.py, eta2 server/optimisers.py; Proj priors/base.py ``into_ball``, ``project``
 """
 
 from __future__ import annotations
@@ -237,7 +242,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         )
         return replace(self, guard=None, start="random", prior=fixed, anneal=Anneal(rounds=0))
 
-    # --- a unit's round: lines 5 to 18 of Algorithm 1 ----------------------------------------
+    # --- a unit's round: lines 5 to 19 of Algorithm 1 ----------------------------------------
 
     def enter(self, units: Tensor, broadcast: Tensors, key: Key) -> Tensors:
         beta = broadcast["beta"].to(self.model.initial_z().dtype)
@@ -286,7 +291,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
             states, fit = {n: v[rows] for n, v in new.items()}, good[rows] & whole
             yield Answer(fit, own, states, price(value, fit, rows), rows=rows)
 
-    # --- the server's step: lines 19 to 21 ---------------------------------------------------
+    # --- the server's step: lines 21 and 22 --------------------------------------------------
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
         k, warm = key.round, self.warm_up(facts.first_stage)
@@ -295,37 +300,58 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
             server = self.anneal.cooled(self.model, server, k + 1, facts.first_stage)
         if total.silent:
             return server
+        i, j, chains = self._gradients(server, total, facts, key)
+        phi, beta, states = self._steps(server, i, j, total, facts, k, stage)
+        phi = into_ball(phi, float(server["ball"]))
+        beta = self.hierarchy.prior.project(beta, Sets.of(server))
+        after = self._average_and_rate(server, phi, beta, facts, k, stage, warm)
+        return server | {"phi": phi, "beta": beta} | states | prefixed("prior.", chains) | after
+
+    def _gradients(
+        self, server: Tensors, total: Total, facts: Facts, key: Key
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        """What stands in the brackets: the hyperprior's gradients and b/|A| times the sums of I and of J."""
         prior, phi, beta = self.hierarchy.prior, server["phi"], server["beta"]
         i = self.hyperprior.plus_beta(prior, beta, total.estimate("I", beta))
         j = self.hyperprior.plus_phi(phi, total.estimate("J", phi))
-        states: Tensors = {}
+        chains: Tensors = {}
         if isinstance(prior, Unnormalised):  # as much of what scores lack as there is of the clients' scores
-            lacking, states = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
+            lacking, chains = prior_chains.normaliser(prior, beta, unprefixed("prior.", server), key)
             i = i + lacking * (total.weight * total.scale)
-        optimiser = self.on_phi.step(self.model, facts.examples)
-        if optimiser.averages:  # the clients' mean move
+        if self.on_phi.step(self.model, facts.examples).averages:  # the clients' mean move
             j = j * server["phi_rate"] / total.estimate("examples", phi.new_zeros(())).clamp(min=1)
+        return i, j, chains
+
+    def _steps(
+        self, server: Tensors, i: Tensor, j: Tensor, total: Total, facts: Facts, k: int, stage: Stage
+    ) -> tuple[Tensor, Tensor, Tensors]:
+        """phi and beta after their steps, or after one of scoring, and the optimisers' states."""
+        prior, phi, beta = self.hierarchy.prior, server["phi"], server["beta"]
         beta_state, phi_state = (unprefixed(f"{n}.", server) for n in ("beta", "phi"))
         if "inverse" in server:
             theta, slope = torch.cat((phi, beta)), torch.cat((j, prior.gradient(beta, i)))
             crowd = facts.clients / facts.expected
             theta = scoring.step(theta, slope, server["inverse"], k - facts.start, crowd)
-            new_phi, new_beta = theta[: len(phi)], theta[len(phi) :]
+            phi, beta = theta[: len(phi)], theta[len(phi) :]
         else:
             curvature = float(total.estimate("curvature", beta.new_zeros(()))) / facts.clients
             turn = Turn(k, stage, facts.clients, facts.expected, curvature)
-            new_beta, beta_state = self.on_beta.move(self.hierarchy, beta, i, beta_state, turn)
-            new_phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
-        new_phi = into_ball(new_phi, float(server["ball"]))
-        new_beta = prior.project(new_beta, Sets.of(server))
-        eta, theta = optimiser.schedule.factor(k, stage), torch.cat((new_phi, new_beta))
-        align, average = aligner(self.model, prior), unprefixed("average.", server)
-        average = self.average.update(average, theta, eta, k, stage, align, warm)
-        if (rate := self.on_phi.rate(k + 1, stage, self.head_size(new_beta))) is not None:
-            server = server | {"phi_rate": phi.new_tensor(rate)}
-        moved = prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
-        rest = prefixed("prior.", states) | prefixed("average.", average)
-        return server | {"phi": new_phi, "beta": new_beta} | moved | rest
+            beta, beta_state = self.on_beta.move(self.hierarchy, beta, i, beta_state, turn)
+            optimiser = self.on_phi.step(self.model, facts.examples)
+            phi, phi_state = optimiser.step(phi, j, phi_state, server["unit"], k, stage)
+        return phi, beta, prefixed("phi.", phi_state) | prefixed("beta.", beta_state)
+
+    def _average_and_rate(
+        self, server: Tensors, phi: Tensor, beta: Tensor, facts: Facts, k: int, stage: Stage, warm: int
+    ) -> Tensors:
+        """The average of theta over rounds, aligned where theta is known up to a gauge, and the rate that
+        clients step with in the next round."""
+        eta = self.on_phi.step(self.model, facts.examples).schedule.factor(k, stage)
+        align, average = aligner(self.model, self.hierarchy.prior), unprefixed("average.", server)
+        average = self.average.update(average, torch.cat((phi, beta)), eta, k, stage, align, warm)
+        rate = self.on_phi.rate(k + 1, stage, self.head_size(beta))
+        rates = {} if rate is None else {"phi_rate": phi.new_tensor(rate)}
+        return rates | prefixed("average.", average)
 
     def head_size(self, beta: Tensor) -> float:
         """The root mean square of z under the prior, where it is the head of a network."""

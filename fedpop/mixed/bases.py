@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -84,6 +85,8 @@ class BasisCall:
         knots, words = numbers.get("knots"), given.get("knots", ())
         if words and knots is None and words != (f'"{EXACT}"',):
             raise SettingsError(f'{part.text}: knots are numbers, c(1, 2), or "exact"')
+        if max(count, len(knots or ())) > KNOT_BINS:
+            raise SettingsError(f"{part.text}: {kind}() makes no more than {KNOT_BINS} columns")
         if not knots and count < 1:
             raise SettingsError(f"{part.text}: say how many columns, as in {kind}(x, 3)")
         if knots and "df" in given:
@@ -119,8 +122,11 @@ class BasisCall:
 def _numbers(part: FormulaPart, name: str, tokens: Tokens) -> tuple[float, ...]:
     inner = arguments(tokens) if tokens[:2] == ("c", "(") else [tokens]
     try:
-        return tuple(float(ast.literal_eval("".join(one))) for one in inner)
-    except (ValueError, SyntaxError, TypeError) as error:
+        values = tuple(float(ast.literal_eval("".join(one))) for one in inner)
+        if not all(map(math.isfinite, values)):
+            raise ValueError("infinite")
+        return values
+    except (ValueError, SyntaxError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise SettingsError(f"{part.text}: {name} is a number, or several, as in c(1, 2.5)") from error
 
 

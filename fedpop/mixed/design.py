@@ -493,7 +493,7 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
         try:
             source = " ".join(names.get(token, SPELLED.get(token, token)) for token in tokens)
             return ast.parse(source, mode="eval").body
-        except SyntaxError as error:
+        except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
             raise SettingsError(f"cannot read the expression {part.text!r} in the formula") from error
 
     tree = parsed(part.tokens)
@@ -544,8 +544,11 @@ def evaluated(part: FormulaPart, rows: Mapping[str, Any], moments: Mapping[str, 
         except TypeError as error:
             raise SettingsError(f"{part.text}: {name}() does not take {len(arguments)} arguments") from error
 
-    with np.errstate(all="ignore"):  # whoever asked names the row that is not finite
-        found = np.asarray(value(tree), dtype=np.float64)
+    try:
+        with np.errstate(all="ignore"):  # whoever asked names the row that is not finite
+            found = np.asarray(value(tree), dtype=np.float64)
+    except (ArithmeticError, RecursionError) as error:
+        raise SettingsError(f"cannot work out the expression {part.text!r}: {error}") from error
     length = len(next(iter(rows.values())))
     return np.broadcast_to(found, (length,))
 

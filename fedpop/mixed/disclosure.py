@@ -7,7 +7,7 @@ that a formula may name say nothing about that: ``I(id == 7)`` names an innocent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +91,7 @@ class SmallCounts:
             raise self._refusal("a combination of the formula's columns", "sets")
         for formula, before in earlier.items():
             self._require_alike(found, before, formula)
+        self._require_together(found, list(earlier.values()))
         return found
 
     def check_scaled(self, study: FormulaStudy, rows: Rows, earlier: Mapping[str, DesignColumns]) -> None:
@@ -156,10 +157,11 @@ class SmallCounts:
             )
 
     def _combined(self, columns: np.ndarray) -> bool:
-        """Whether a combination of columns is zero but in a few rows.
+        """Whether a combination of columns is zero but in a few rows, or as good as that.
 
-        A vector of the columns' span that lives on S rows gives one of them a leverage of 1/S or more: only
-        such rows can be set apart. If they are few, it is so where the other rows have a lower rank.
+        Of a vector of unit length that lives on S rows one has a square of 1/S or more, and no more than its
+        leverage: the search begins at each such row, with the combination that has most of its length there,
+        and adds the row that has most of the rest.
         """
         size = np.abs(columns).max(axis=0)
         scaled = columns[:, size > 0] / size[size > 0]
@@ -167,13 +169,21 @@ class SmallCounts:
             return False
         u, spread, _ = np.linalg.svd(scaled, full_matrices=False)
         u = u[:, spread > ZERO_COMBINATION * spread[0] * len(scaled) ** 0.5]
-        leverage = (u**2).sum(axis=1)
-        if (leverage > 1 - ZERO_COMBINATION).any():
-            return bool(len(u) > u.shape[1])
-        suspects = leverage >= 1 / (self.minimum - 1) - ZERO_COMBINATION
-        if not suspects.any() or int(suspects.sum()) >= self.minimum:
+        if len(u) <= u.shape[1]:
             return False
-        return float(np.linalg.svd(u[~suspects], compute_uv=False)[-1]) < ZERO_COMBINATION
+        leverage = (u**2).sum(axis=1)
+        for first in np.flatnonzero(leverage >= (1 - CARRIED) / (self.minimum - 1)):
+            few = [int(first)]
+            while True:
+                _, share, along = np.linalg.svd(u[few], full_matrices=False)
+                if share[0] ** 2 > 1 - CARRIED:
+                    return True
+                if len(few) == self.minimum - 1:
+                    break
+                rest = np.abs(u @ along[0])
+                rest[few] = 0.0
+                few.append(int(rest.argmax()))
+        return False
 
     def _require_alike(self, found: DesignColumns, before: DesignColumns, formula: str) -> None:
         """Two designs of nearly the same rows, or with nearly the same column, differ in few rows."""
@@ -197,6 +207,16 @@ class SmallCounts:
             if self._combined(np.stack(together, axis=1)):
                 what = f"columns beside those of the formula {formula!r}, answered before,"
                 raise self._refusal(what, "set")
+
+    def _require_together(self, found: DesignColumns, earlier: Sequence[DesignColumns]) -> None:
+        """Three formulas can set few rows apart where no two of them do."""
+        same = [d for d in earlier if np.array_equal(d.rows, found.rows)]
+        known = {v.tobytes(): v for design in same for v in design.columns.values()}
+        new = {v.tobytes(): v for v in found.columns.values()}
+        if len(same) < 2 or new.keys() <= known.keys():
+            return
+        if self._combined(np.stack(list((known | new).values()), axis=1)):
+            raise self._refusal("columns beside those of all formulas answered before", "set")
 
 
 def _factors(design: Design, terms: FormulaTerms) -> list[list[str]]:

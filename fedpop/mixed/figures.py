@@ -10,6 +10,7 @@ import numpy as np
 from scipy import special
 
 from fedpop.errors import SettingsError
+from fedpop.extras import library
 from fedpop.mixed.table import pandas
 from fedpop.report.looks import METHODS
 from fedpop.report.style import new_axes, new_figure, styled
@@ -148,11 +149,7 @@ def _trace(fit: MixedFit) -> Figure:
 
 def to_netcdf(fit: MixedFit, path: Path) -> Path:
     """Draws of groups' effects with theta fixed, beside the estimates that they go by."""
-    try:
-        import h5netcdf
-        import h5py
-    except ImportError as error:
-        raise SettingsError("to_netcdf needs h5netcdf and h5py: pip install 'fedpop[formula]'") from error
+    h5py, h5netcdf = (library(name, "formula", "NetCDF files") for name in ("h5py", "h5netcdf"))
     names, levels = fit.design.random_names, fit.levels
     population = fit.population.sample_all()
     to = fit.units.random_map.mT

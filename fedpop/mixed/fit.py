@@ -71,6 +71,9 @@ IN_R = {
     "cov_re": "fit.covariance",
     "deviance": "-2 * fit.log_likelihood",
     "scale": "fit.sigma",
+    "resid": "fit.residuals()",
+    **dict.fromkeys(("emmeans", "emtrends"), "fit.marginal_means('x')"),
+    **dict.fromkeys(("contest", "linearHypothesis"), "fit.test('x = 0')"),
     "getME": "fit.units, fit.outcome",
 }
 """What a fit's numbers are called in lme4 and statsmodels, and here."""

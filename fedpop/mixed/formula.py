@@ -7,13 +7,16 @@ own here (``log(x)``, ``I(x^2)``, ``factor(x)``), so that names come out as R pr
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from fedpop.errors import SettingsError
+from fedpop.extras import library
+from fedpop.federation.datasets import as_text
 
 TOKEN = re.compile(
     r"`[^`]+`|'[^']*'|\"[^\"]*\"|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>&!=]"
@@ -34,6 +37,13 @@ BASES = ("poly", "ns")
 """Calls that make several columns, by sums over all rows."""
 OF_ALL_ROWS = ("bs", "cut", "rank", "quantile")
 
+MOST_TERMS = 1000
+"""That an expression may stand for."""
+DEEPEST = 50
+"""Parentheses within parentheses."""
+LONGEST_SHOWN = 200
+"""Characters of a formula in an error."""
+
 Tokens = tuple[str, ...]
 
 
@@ -47,7 +57,7 @@ class FormulaPart:
     @property
     def column(self) -> str | None:
         """The column's name, where it is one."""
-        return unquoted(self.tokens[0]) if len(self.tokens) == 1 else None
+        return unquoted(self.tokens[0]) if len(self.tokens) == 1 and is_name(self.tokens[0]) else None
 
     @property
     def basis(self) -> bool:
@@ -167,6 +177,8 @@ def parse(text: str) -> Formula:
     ['cask:batch', 'batch']
     """
     tokens = scanned(text)
+    if max(accumulate((t == "(") - (t == ")") for t in tokens), default=0) > DEEPEST:
+        raise SettingsError(f"more than {DEEPEST} parentheses within each other: {text[:LONGEST_SHOWN]!r}")
     if tokens.count("~") != 1:
         raise SettingsError(f"a formula has one ~, as in 'y ~ x + (x | group)'; this is {text!r}")
     cut = tokens.index("~")
@@ -186,7 +198,9 @@ def parse(text: str) -> Formula:
         elif term[:2] == ("offset", "("):
             if sign == "-":
                 raise SettingsError(f"an offset is added, not taken away: {text!r}")
-            offsets.append(FormulaPart(shown(term[2:-1]), term[2:-1]))
+            if len(given := arguments(term)) != 1 or not given[0]:
+                raise SettingsError(f"offset() takes one column, or one expression: {text!r}")
+            offsets.append(FormulaPart(shown(given[0]), given[0]))
         else:
             fixed += [sign, *term]
     factors, blocks = _nested(effects, text)
@@ -204,6 +218,7 @@ def parse(text: str) -> Formula:
 def scanned(text: str) -> Tokens:
     """The text's tokens."""
     out, at = [], 0
+    as_text(text, "the formula")
     while at < len(text):
         if text[at].isspace():
             at += 1
@@ -259,8 +274,7 @@ def columns_of(tokens: Tokens) -> list[str]:
 def arguments(call: Tokens) -> list[Tokens]:
     """Of a call, as its tokens."""
     inner = call[2:-1]
-    cuts = [-1, *_outer(inner, (",",)), len(inner)]
-    return [inner[a + 1 : b] for a, b in pairwise(cuts)]
+    return _pieces(inner, _outer(inner, (",",)))
 
 
 def calls_in(tokens: Tokens) -> list[str]:
@@ -404,11 +418,15 @@ def _expanded(tokens: Tokens) -> FormulaTerms:
             plain.append(parts.setdefault(part, f"v{len(parts)}"))
         elif token in ("|", "||"):
             raise SettingsError(f"cannot read {shown(tokens)!r}: a bar belongs into a random term")
-        elif token[0].isdigit() and token not in ("0", "1") and tokens[at - 1 : at] != ("^",):
+        elif token[0] in ".0123456789" and token not in ("0", "1") and tokens[at - 1 : at] != ("^",):
             raise SettingsError(f"cannot read the number {token} in {shown(tokens)!r}; I(...) makes a column")
         else:
             plain.append("**" if token == "^" else token)
         at = end
+    _require_few(tokens)
+    for i in range(1, len(plain)):
+        if plain[i - 1] == "**" and plain[i].isdigit():  # a product of more parts than there are adds none
+            plain[i] = str(min(_power(plain[i]), max(len(parts), 1)))
     text = " ".join(plain)
     named: Mapping[str, FormulaPart] = {name: part for part, name in parts.items()}
     if set(plain) <= {"+", "0", *named} or set(plain) <= {"+", "1", *named}:
@@ -424,6 +442,45 @@ def _expanded(tokens: Tokens) -> FormulaTerms:
     return FormulaTerms(intercept, tuple(sorted(terms, key=len)))
 
 
+def _require_few(tokens: Tokens) -> None:
+    if _terms_in(tokens) > MOST_TERMS:
+        raise SettingsError(
+            f"{shown(tokens)[:LONGEST_SHOWN]!r} stands for more than {MOST_TERMS} terms; write those meant"
+        )
+
+
+def _terms_in(tokens: Tokens) -> int:
+    """How many terms this expands to, or a bound above that.
+
+    >>> [_terms_in(scanned(t)) for t in ("a + b", "a*b", "(a + b + c)^2", "(a + b)^1000000", "a/b:c")]
+    [2, 3, 6, 3, 3]
+    """
+    if cuts := _outer(tokens, ("+", "-")):
+        return sum(map(_terms_in, _pieces(tokens, cuts)))
+    if cuts := _outer(tokens, ("*", "/")):
+        return math.prod(1 + _terms_in(piece) for piece in _pieces(tokens, cuts)) - 1
+    if cuts := _outer(tokens, (":",)):
+        return math.prod(map(_terms_in, _pieces(tokens, cuts)))
+    if cuts := _outer(tokens, ("^",)):
+        among = min(_terms_in(tokens[: cuts[0]]), MOST_TERMS + 1)
+        return sum(math.comb(among, i + 1) for i in range(min(_power(tokens[-1]), among)))
+    if len(tokens) > 2 and tokens[0] == "(" and closing(tokens, 0) == len(tokens) - 1:
+        return _terms_in(tokens[1:-1])
+    return 1
+
+
+def _pieces(tokens: Tokens, cuts: Sequence[int]) -> list[Tokens]:
+    return [tokens[a + 1 : b] for a, b in pairwise([-1, *cuts, len(tokens)])]
+
+
+def _power(token: str) -> int:
+    """
+    >>> _power("2"), _power("9" * 5000) > MOST_TERMS
+    (2, True)
+    """
+    return int(token[:9]) if token.isdigit() else 1
+
+
 def _check_call(tokens: Tokens) -> None:
     for at, call in enumerate(calls_in(tokens)):
         if call in BASES and at:
@@ -436,8 +493,4 @@ def _check_call(tokens: Tokens) -> None:
 
 
 def _formulae() -> Any:
-    try:
-        from formulae import model_description
-    except ImportError as error:
-        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
-    return model_description
+    return library("formulae", "formula", "mixed models").model_description

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fedpop.entries import called, entry_named
 from fedpop.errors import DataError, SchemaError
+from fedpop.federation.cells import require_proportion, require_range
 from fedpop.federation.clients import Federation, Packed
-from fedpop.federation.reading import require_separator
+from fedpop.federation.reading import require_separator, require_units
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
@@ -65,6 +66,9 @@ class FormulaStudy(Study):
     coordinates: Coordinates | None = None
     drawing: Drawing | None = None
     """Responses are drawn in place of the observed ones."""
+    form: Mapping[str, Any] = field(default_factory=dict)
+    """What sites compare their columns with before anything of these leaves: ``range``, ``unit``, and once
+    they are known ``medians``, as ``federation.cells`` has them."""
     common_key: CommonKey = NO_KEY
     """What a site has in common with others, by which groups are compared; it does not travel."""
 
@@ -103,6 +107,8 @@ class FormulaStudy(Study):
             "missing": self.missing,
             "na": list(self.na),
         }
+        if self.form:
+            description["form"] = dict(self.form)
         if self.design is not None:
             moments = {n: [m.count, m.mean, m.squares] for n, m in self.design.moments.items()}
             levels = {n: list(names) for n, names in self.design.levels.items()}
@@ -126,6 +132,7 @@ class FormulaStudy(Study):
     def from_description(cls, description: Mapping[str, Any], tensors: Tensors) -> FormulaStudy:
         told = ("formula", "family", "weights", "missing", "na")
         study = cls.from_text(*(description[name] for name in told))
+        study = replace(study, form=description.get("form", {}))
         if "design" in description:
             levels = {n: tuple(names) for n, names in description["design"]["levels"].items()}
             moments = {n: Moments(*numbers) for n, numbers in description["design"]["moments"].items()}
@@ -165,7 +172,14 @@ class FormulaStudy(Study):
         wanted = frame[names]
         if self.missing == "drop" and bool(wanted.isna().any(axis=1).all()):
             raise SchemaError(f"{who} has no row in which nothing is missing of {', '.join(wanted.columns)}")
+        require_units(self.form, place.table, who)
         rows = self.rows(frame)
+        numbers = {n: v.to_numpy() for n, v in rows.columns.items() if not hasattr(v, "cat")}
+        for column in (*self.form.get("range", ()), *self.form.get("unit", ())):
+            if column not in numbers:
+                raise SchemaError(f"{who}: column {column!r} holds names, and numbers are wanted")
+        require_range(who, numbers, self.form)
+        require_proportion(who, numbers, self.form)
         for column, levels in () if self.design is None else self.design.levels.items():
             other = int((~as_categories(rows.columns[column]).isin(levels)).sum())
             if other:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fedpop.errors import DataError, SettingsError
+from fedpop.errors import DataError
 from fedpop.extras import library
+from fedpop.federation.datasets import as_text
 from fedpop.federation.table_format import MINIMUM, USUAL_TABLE, TableFormat
+from fedpop.files import opened
 from fedpop.mixed.formula import Formula
 from fedpop.questions.schema import sorted_levels
 
@@ -31,11 +33,7 @@ FEW_BAD_CELLS = 10
 
 def pandas() -> Any:
     """pandas, or an error that says how to get it."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise SettingsError("mixed models need formulae and pandas: pip install 'fedpop[formula]'") from error
-    return pandas
+    return library("pandas", "formula", "mixed models")
 
 
 def read_csv(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUAL_TABLE) -> Any:
@@ -45,6 +43,7 @@ def read_csv(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUA
     written = {"encoding": table.text_encoding, "sep": table.separator, "keep_default_na": False}
     words = ["", *na]
     try:
+        opened(path).close()
         frame = pd.read_csv(path, decimal=table.decimal, low_memory=False, na_values=words, **written)
         head = pd.read_csv(path, header=None, nrows=1, dtype=str, **written)
     except UnicodeDecodeError as error:
@@ -75,6 +74,7 @@ def read_parquet(path: Path) -> Any:
     """A table out of a Parquet file, whose nulls are what is missing."""
     arrow = library("pyarrow", "data", "Parquet files")
     try:
+        opened(path).close()
         return pandas().read_parquet(path, engine="pyarrow").reset_index(drop=True)
     except (OSError, ValueError, arrow.ArrowException) as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())}") from error
@@ -239,17 +239,25 @@ def labels(values: Any) -> np.ndarray:
         codes, distinct = values.cat.codes.to_numpy(), values.cat.categories
     else:
         codes, distinct = pd.factorize(values)
-    names = np.array([*[str(v) for v in distinct], None], dtype=object)
+    where = f"a name in column {values.name!r}"
+    names = np.array([*[as_text(str(v), where) for v in distinct], None], dtype=object)
     found: np.ndarray = names[codes]  # -1, the last: missing
     return found
 
 
 def _typed(values: Any, name: str) -> Any:
     """A column as floats, or as categories."""
-    pd = pandas()
+    try:
+        return _numbers_or_levels(values, name)
+    except OverflowError as error:
+        raise DataError(f"column {name!r} holds a number that is too large; rescale the column") from error
+
+
+def _numbers_or_levels(values: Any, name: str) -> Any:
+    pd, where = pandas(), f"a level of column {name!r}"
     kind = values.dtype
     if isinstance(kind, pd.CategoricalDtype):
-        names = [word(c) for c in values.cat.categories]
+        names = [as_text(word(c), where) for c in values.cat.categories]
         if len(set(names)) < len(names):
             twice = next(n for i, n in enumerate(names) if n in names[:i])
             raise DataError(f"column {name!r} has two categories that are both called {twice!r}; rename one")
@@ -288,7 +296,7 @@ def _typed(values: Any, name: str) -> Any:
             "all of it text that does not look like numbers"
         )
     words = values.map(word, na_action="ignore")
-    distinct = sorted_levels(set(words.dropna()))
+    distinct = sorted_levels({as_text(w, where) for w in words.dropna().unique()})
     return words.astype(pd.CategoricalDtype(distinct))
 
 

@@ -7,6 +7,8 @@ else has to be given by the user again.
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -30,10 +32,12 @@ OURS: dict[str, type[nn.Module]] = {"CropFlip": CropFlip, "Standardise": Standar
 """Layers of fedpop's own that a file can hold beside torch's."""
 AGAIN = "given again"
 """Of a model that is not made of torch's own layers."""
-LARGEST_LAYER = 2**30
-"""Parameters of one layer that a file may ask for."""
+LARGEST_MODEL = 2**30
+"""Parameters of any model."""
+MOST_PARAMETERS = 2**24
+"""That a file may ask for beyond the values it holds: a head's, where the prior's mean is given."""
 LARGEST_ARGUMENT, MOST_LAYERS = 2**26, 1000
-"""Numbers that a layer in a file may be made of, and layers inside a layer: each takes time to be made."""
+"""Numbers that a layer in a file may be made of, and layers that a file may ask for: each takes time."""
 
 
 @describe.register
@@ -53,7 +57,7 @@ def described_module(plain: dict[str, Any]) -> nn.Module:
             "this prior's network is not made of torch's own layers only, so it cannot be rebuilt from the "
             "file; give it again: fedpop.load(path, prior=...)"
         )
-    return module_from(plain["spec"])
+    return modules_from([plain["spec"]], 0)[0]
 
 
 def model_spec(model: Model) -> dict[str, Any] | None:
@@ -150,8 +154,8 @@ def _settings(value: Any) -> dict[str, Any]:
     return asdict(value)
 
 
-def model_from(spec: dict[str, Any] | None) -> Model:
-    """The model of a description."""
+def model_from(spec: dict[str, Any] | None, values: int = LARGEST_MODEL) -> Model:
+    """The model of a description; ``values`` is how many there are for it, where that is known."""
     if spec is None or spec["kind"] == AGAIN:
         raise CheckpointError(
             "this model is not made of torch's own layers only, so it cannot be rebuilt from the file; "
@@ -164,7 +168,7 @@ def model_from(spec: dict[str, Any] | None) -> Model:
         )
     settings = dict(spec["likelihood"])
     likelihood = _family(settings.pop("name"))(**settings)
-    modules = [module_from(m).to(getattr(torch, spec["dtype"])) for m in spec["modules"]]
+    modules = [m.to(getattr(torch, spec["dtype"])) for m in modules_from(spec["modules"], values)]
     if spec["kind"] == "Composition":
         fixed = modules[2] if len(modules) > 2 else None
         return Composition(modules[0], modules[1], likelihood, fixed=fixed, precision=spec["precision"])
@@ -218,14 +222,39 @@ def module_spec(module: nn.Module) -> dict[str, Any] | None:
     return spec if same else None
 
 
-def module_from(spec: dict[str, Any]) -> nn.Module:
+def modules_from(specs: list[dict[str, Any]], values: int) -> list[nn.Module]:
+    """Modules of descriptions, which are counted before any memory is asked for."""
+    layers = parameters = 0
+    for size in itertools.chain.from_iterable(map(_sizes, specs)):
+        layers, parameters = layers + 1, parameters + size
+        if layers > MOST_LAYERS:
+            raise CheckpointError(f"a model of more than {MOST_LAYERS:,} layers is larger than any")
+        if parameters > values + MOST_PARAMETERS:
+            raise CheckpointError(
+                f"a model of {parameters:,} parameters or more does not go with {values:,} values"
+            )
+    return [module_from(spec) for spec in specs]
+
+
+def _sizes(spec: dict[str, Any]) -> Iterator[int]:
+    """Parameters of each layer of a description."""
+    if spec["class"] == "Sequential":
+        yield 0
+        for child in spec["children"]:
+            yield from _sizes(child)
+    else:
+        yield sum(p.numel() for p in module_from(spec, device="meta").parameters())
+
+
+def module_from(spec: dict[str, Any], device: str = "cpu") -> nn.Module:
+    """The module of a description; on the device "meta" it takes no memory."""
     if spec["class"] in OURS:
         return OURS[spec["class"]](**spec["args"])
     cls = getattr(nn, spec["class"], None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise CheckpointError(f"{spec['class']!r} is not a layer of torch.nn")
     if cls is nn.Sequential:
-        return nn.Sequential(*[module_from(child) for child in spec["children"]])
+        return nn.Sequential(*[module_from(child, device) for child in spec["children"]])
     args = {k: tuple(v) if isinstance(v, list) else v for k, v in spec["args"].items()}
     for name, value in args.items():
         most = MOST_LAYERS if name.endswith("_layers") else LARGEST_ARGUMENT
@@ -237,8 +266,5 @@ def module_from(spec: dict[str, Any]) -> nn.Module:
     if "device" not in inspect.signature(cls.__init__).parameters:
         module: nn.Module = cls(**args)
         return module
-    size = sum(p.numel() for p in cls(**args, device="meta").parameters())  # before any memory is asked for
-    if size > LARGEST_LAYER:
-        raise CheckpointError(f"a layer {spec['class']} of {size:,} parameters is larger than any model")
     # Its values come from a file: random ones would only disturb the global generator.
-    return blank(cls, **args)
+    return cls(**args, device="meta") if device == "meta" else blank(cls, **args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ from fedpop.models.base import Model
 from fedpop.models.spec import model_from, require_same
 from fedpop.population.population import Population
 from fedpop.population.saving import KEYS, POPULATION_FORMAT
-from fedpop.priors import Prior
+from fedpop.priors import Prior, resolve
 from fedpop.priors.base import moments
+from fedpop.settings import describe
 from fedpop.version import __version__
 
 WHAT = "a saved population"
@@ -54,14 +56,16 @@ def load(
         theta_file = folder / _plain_name(saved["theta"])
         theta = read_tensors(theta_file, digests[theta_file.name])
         names = _names(saved["clients"])
-    algorithm = _method(saved, about, model, prior)
+    algorithm = _method(saved, about, model, prior, sum(t.numel() for t in theta.values()))
     if device is not None:
         algorithm = algorithm.replace(model=algorithm.model.on(device))
     model = algorithm.model
     device = model.initial_phi().device
     with reading(theta_file, "theta"):
         published = {n: t.to(device) for n, t in theta.items()}
-        _require_fits(published, algorithm)
+        require_fits(published, algorithm)
+        if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in published.values()):
+            raise ValueError("theta is not finite")
     federation = None
     if clients is not None:
         federation = Federation.of(clients, model.labels)
@@ -144,19 +148,42 @@ def _names(names: Any) -> list[str]:
     return names
 
 
-def _method(saved: dict[str, Any], about: Path, model: Model | None, prior: Prior | None) -> Algorithm:
-    """The method with its model: out of the file as far as they were not given again."""
+def _method(
+    saved: dict[str, Any], about: Path, model: Model | None, prior: Prior | None, values: int
+) -> Algorithm:
+    """The method with its model: out of the file as far as they were not given again. ``values`` is how many
+    theta has."""
     with reading(about, WHAT):
-        own = model_from(saved["model"]) if model is None else model
+        own = model_from(saved["model"], values) if model is None else model
         if model is not None:
             require_same(saved["model"], model)
         own = own.knowing(saved["known"])
         own = own.at_precision(own.chosen_precision())
         given = {} if prior is None else {"prior": prior}
+        if prior is not None:
+            _require_same_prior(saved, prior, own)
         return rebuild(saved["algorithm"], saved["method"], own, **given)
 
 
-def _require_fits(published: Tensors, algorithm: Algorithm) -> None:
+def _require_same_prior(saved: dict[str, Any], prior: Prior, model: Model) -> None:
+    """Raise where a prior given again is not the one whose parameters were saved."""
+    then, now = saved["algorithm"].get("prior"), json.loads(json.dumps(describe(prior)))
+    if then is None:
+        raise CheckpointError(f"a population of {saved['method']} has no prior to be given again")
+    if isinstance(then, str):
+        then = json.loads(json.dumps(describe(resolve(then, model.prior_covariance()))))
+    kinds = [str(plain["kind"]).rpartition(":")[2] for plain in (now, then)]  # its module may have moved
+    odd = sorted(n for n in then.keys() & now.keys() if n != "kind" and then[n] != now[n])
+    if kinds[0] != kinds[1] or odd:
+        shown = [
+            ", ".join(f"{n}={plain[n]!r}" for n in odd[:3] if kinds[0] == kinds[1]) for plain in (now, then)
+        ]
+        raise CheckpointError(
+            f"the prior is not the saved one: {kinds[0]}({shown[0]}) now, {kinds[1]}({shown[1]}) then"
+        )
+
+
+def require_fits(published: Tensors, algorithm: Algorithm) -> None:
     """Raise where theta is not one of this method and model."""
     phi, layout = published["phi"], algorithm.model.phi_layout
     if phi.shape != (layout.size,):
@@ -164,9 +191,10 @@ def _require_fits(published: Tensors, algorithm: Algorithm) -> None:
             f"the saved phi has {phi.numel()} entries, the model {layout.size}: it does not fit this model"
         )
     if (hierarchy := hierarchy_of(algorithm)) is not None:
-        moments(hierarchy.prior, published["beta"], published)
-    if any(t.is_floating_point() and not bool(torch.isfinite(t).all()) for t in published.values()):
-        raise ValueError("theta is not finite")
+        mean, _ = moments(hierarchy.prior, published["beta"], published)
+        size = algorithm.model.z_layout.size
+        if mean.shape != (size,):
+            raise CheckpointError(f"the saved prior has {mean.numel()} dimensions, z {size}: they do not fit")
 
 
 def _require_known(federation: Federation, names: list[str], folder: Path) -> None:

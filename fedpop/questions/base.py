@@ -90,8 +90,8 @@ class Question(ABC, Generic[R]):
         answers that are no such products."""
         return None
 
-    def untelling(self, minimum: int, told: Collection[str]) -> Question[R]:
-        """The same without cells of fewer rows than these, but of columns that are ``told`` in any case."""
+    def suppressing(self, minimum: int, exempt: Collection[str]) -> Question[R]:
+        """The same without cells of fewer rows than these, but of columns that are ``exempt``."""
         return self
 
     def memory(self, asked: Tensors) -> tuple[float, float] | None:

@@ -8,7 +8,7 @@ rows are suppressed. Other data (images, functions) are asked for the shape of a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -45,6 +45,26 @@ KNOWN: dict[str, Any] = {
 """Settings of a ``[data]`` table, and what they take."""
 
 
+COMPARED = ("range", "unit", "scale_tolerance")
+"""Those that are about columns of a formula, too."""
+
+
+def check_columns(data: Mapping[str, Any], columns: Collection[str], where: str) -> dict[str, Any]:
+    """What settings say of columns that a formula names; raises where they say anything else."""
+    for key in data:
+        if key not in COMPARED:
+            raise SettingsError(
+                f"{where}unknown setting {key!r}; where [model] has a formula there are {', '.join(COMPARED)}"
+            )
+        require(KNOWN[key], **{f"{where}{key}": data[key]})
+    for setting in ("range", "unit"):
+        for column in data.get(setting, {}):
+            if column not in columns:
+                raise SettingsError(f"{where}{setting}: {column!r} is not a column that the formula names")
+    _require_ranges(data, where)
+    return dict(data)
+
+
 def check_form(data: Mapping[str, Any], where: str = "[data]: ") -> None:
     """Raise unless these are settings of a ``[data]`` table, or of another that holds the same."""
     for key in data:
@@ -70,6 +90,10 @@ def check_form(data: Mapping[str, Any], where: str = "[data]: ") -> None:
         for column in data.get(setting, {}):
             if column not in numeric:
                 raise SettingsError(f"{where}{setting}: {column!r} is not a column of numbers, of x or y")
+    _require_ranges(data, where)
+
+
+def _require_ranges(data: Mapping[str, Any], where: str) -> None:
     for column, (least, most) in data.get("range", {}).items():
         if not least < most:
             raise SettingsError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -31,8 +31,8 @@ SCALE_BINS = 128
 class ColumnScales(Question[Tensors]):
     """How many sites have a column of this median size and of this spread, ``[2, SCALE_BINS]`` by column.
 
-    A site with fewer than ``minimum`` rows adds nothing, and one whose size or spread is zero nothing to
-    that histogram.
+    A site with fewer than ``minimum`` rows adds nothing, nor does one where the column holds names; one whose
+    size or spread is zero adds nothing to that histogram.
     """
 
     columns: tuple[str, ...]
@@ -43,7 +43,7 @@ class ColumnScales(Question[Tensors]):
         sums = {column: torch.zeros(2, SCALE_BINS, dtype=torch.float64) for column in self.columns}
         for table in units.tables():
             for column, histograms in sums.items():
-                if len(table[column]) >= self.minimum:
+                if len(table[column]) >= self.minimum and not hasattr(table[column], "cat"):
                     for histogram, value in zip(histograms, scale_of(table[column]), strict=True):
                         if value > 0:
                             histogram[bin_of(value)] += 1
@@ -92,6 +92,17 @@ def counted_powers(histogram: Tensor) -> dict[int, float]:
     {3: 3.0}
     """
     return {k - SCALE_BINS // 2: count for k, count in enumerate(histogram.tolist()) if count}
+
+
+def plain_scales(histograms: Mapping[str, Tensor]) -> dict[str, dict[str, dict[str, int]]]:
+    """How many sites have which power of two, where there are any."""
+    return {
+        column: {
+            what: {str(power): round(count) for power, count in counted_powers(one).items()}
+            for what, one in zip(("size", "spread"), both, strict=True)
+        }
+        for column, both in histograms.items()
+    }
 
 
 def _median(bins: Sequence[int]) -> float | None:

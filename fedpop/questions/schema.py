@@ -163,8 +163,8 @@ class ColumnTotals(Question[Tensors]):
     name: ClassVar[str] = "schema"
     varied: ClassVar[bool] = True
 
-    def untelling(self, minimum: int, told: Collection[str]) -> ColumnTotals:
-        if set(self.categorical) <= set(told) and not self.numeric:
+    def suppressing(self, minimum: int, exempt: Collection[str]) -> ColumnTotals:
+        if set(self.categorical) <= set(exempt) and not self.numeric:
             return self
         return replace(self, minimum=max(self.minimum, minimum))
 
@@ -210,7 +210,7 @@ class ColumnSquares(Question[Tensors]):
     many: bool
     name: ClassVar[str] = "standardisation"
 
-    def untelling(self, minimum: int, told: Collection[str]) -> ColumnSquares:
+    def suppressing(self, minimum: int, exempt: Collection[str]) -> ColumnSquares:
         return replace(self, minimum=max(self.minimum, minimum))
 
     def ask(self, known: Tensors) -> Tensors:

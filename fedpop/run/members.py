@@ -271,7 +271,7 @@ class LocalMembers(Members):
             self._begin(study)
 
     def fresh(self, method: Algorithm) -> LocalMembers:
-        return LocalMembers(self.study, self.data, self._memory, self._given, self._secure)
+        return LocalMembers(self.study.by(method), self.data, self._memory, self._given, self._secure)
 
     def update_method(self, method: Algorithm) -> None:
         self.update_study(self.study.by(method))

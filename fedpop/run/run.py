@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
-from fedpop.errors import CheckpointError, SettingsError, warn_user
+from fedpop.errors import CheckpointError, FedpopError, SettingsError, warn_user
 from fedpop.evaluation.validation import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
-from fedpop.files import reading, writable_folder, write_json
+from fedpop.files import WRONG_CONTENT, cannot_go_on, reading, writable_folder, write_json
 from fedpop.keys import Key
 from fedpop.message import Tensors, Total
 from fedpop.methods.base import (
@@ -40,6 +40,7 @@ from fedpop.methods.base import (
     role_of,
 )
 from fedpop.population import Population
+from fedpop.population.loading import require_fits
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
 from fedpop.run import deciding, stages
@@ -151,6 +152,9 @@ class Run:
         """What settings left open, and what it is here."""
         self._best: tuple[Tensors, Tensors] | None = None
         """The server's state, and what members need to go back to theirs."""
+        self._resumed: Path | None = None
+        """The checkpoint that the run went on from. Its tensors have whatever form the method gave them: what
+        the run does with them tells whether they are its own."""
 
     @property
     def local_members(self) -> LocalMembers:
@@ -184,7 +188,12 @@ class Run:
     def execute(self, *, resume: bool, progress: bool | None) -> Population:
         """All rounds; nothing that was finished is lost to a crash or a Ctrl-C."""
         with locked_folder(self.folder):
-            return self._execute(resume, progress)
+            try:
+                return self._execute(resume, progress)
+            except WRONG_CONTENT as error:
+                if self._resumed is None or isinstance(error, FedpopError):
+                    raise
+                raise cannot_go_on(self._resumed, error) from error
 
     def _execute(self, resume: bool, progress: bool | None) -> Population:
         with threads(self.threads):
@@ -197,9 +206,7 @@ class Run:
         ):
             while not (stopped or self.exhausted) and (self.round < self.ends[-1] or self._goes_on()):
                 metrics = self.train_round()
-                # All of them are to see the round.
-                stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
-                stopped |= self.over or self.exhausted
+                stopped = self._called_back(metrics) | self.over | self.exhausted
                 self.history.append(metrics)
                 if nobody(metrics):  # what were they sent?
                     require_finite_theta(self.algorithm.broadcast(self.server), self.history, self.round - 1)
@@ -228,6 +235,13 @@ class Run:
             result = {"rounds": self.round, "best_round": self.best_round, "convergence": verdict}
             write_json(self.folder / "result.json", result)
         return self.population()
+
+    def _called_back(self, metrics: dict[str, Any]) -> bool:
+        """Whether a callback ends the run; all of them are to see the round. Their errors are their own."""
+        resumed, self._resumed = self._resumed, None
+        stopped = any([c.after_round(self, metrics) for c in self.callbacks])  # noqa: C419
+        self._resumed = resumed
+        return stopped
 
     def _goes_on(self) -> bool:
         """At the end of a stage: whether there is another one, which there is until theta has converged."""
@@ -558,7 +572,8 @@ class Run:
 
     def _restore(self, saved: checkpoints.Checkpoint) -> bool:
         tensors, asked, method, device = saved.tensors, self.algorithm, self.algorithm, self.members.device
-        with reading(self._checkpoints / f"round-{saved.round:08d}", "a checkpoint"):
+        self._resumed = self._checkpoints / f"round-{saved.round:08d}"
+        with reading(self._resumed, "a checkpoint"):
             self.server = _part("server.", tensors, device)
             self.usual = _part("guard.", tensors, torch.device("cpu"))
             if self.private is not None:
@@ -574,6 +589,9 @@ class Run:
             finds = role_of(method, FindsRate)
             if saved.rate is not None and finds is not None and finds.rate() != saved.rate:
                 method = finds.with_rate(saved.rate)
+            require_fits(method.publish(self.server), method)
+            if isinstance(self.members, LocalMembers):
+                self.members.sites.check_states(method, method.broadcast(self.server), self.secret)
         self._compute_in(saved.precision, method)
         if method is not asked:
             self.members.update_method(self.algorithm)

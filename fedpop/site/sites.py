@@ -18,6 +18,7 @@ from torch import Tensor
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
+from fedpop.federation.datasets import as_text
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
 from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total
@@ -113,6 +114,15 @@ class Sites:
                 fresh[name] = value.new_zeros((len(ids), *value.shape[1:]))
             fresh[name][known.to(self.device)] = value[known[holding].to(self.device)]
         return fresh
+
+    def check_states(self, method: Algorithm, broadcast: Tensors, key: Key) -> None:
+        """Raise a ValueError where stored states are not of the form in which units enter."""
+        if not bool(self.store.entered.any()):
+            return
+        for name, value in method.enter(self.federation.units[:1].to(self.device), broadcast, key).items():
+            stored = self.store.tensors.get(name)
+            if stored is None or (stored.dtype, stored.shape[1:]) != (value.dtype, value.shape[1:]):
+                raise ValueError(f"units' states have no {name} of the form that this method gives it")
 
     def outside(self, ids: Tensor) -> Tensor:
         """Which of these units take no part: a question has found them out of all proportion, ``[C]``."""
@@ -466,7 +476,7 @@ def site_of_each(sites: Mapping[str, Sequence[str]], federation: Federation) -> 
             i = federation.index(name)
             if int(out[i]) != -1:
                 raise SettingsError(f"client {name!r} is at two sites; a unit is at one")
-            out[i] = unit_of(site)
+            out[i] = unit_of(as_text(site, "a site's name"))
     missing = (out == -1).nonzero().squeeze(1).tolist()
     if missing:
         raise SettingsError(f"client {federation.names[missing[0]]!r} is at no site; every unit is at one")

@@ -81,9 +81,21 @@ class LocalStore:
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor]) -> LocalStore:
-        store = cls(len(tensors["slots"]))
-        store.slots, store.entered = tensors["slots"].clone(), tensors["entered"].clone()
+        """The same again; a ValueError where these tensors do not belong together."""
+        slots, entered = tensors["slots"], tensors["entered"]
+        store = cls(len(slots))
+        if any(
+            (t.dtype, t.shape) != (e.dtype, e.shape)
+            for t, e in ((slots, store.slots), (entered, store.entered))
+        ):
+            raise ValueError("slots and entered are of other types, or of different numbers of units")
+        store.slots, store.entered = slots.clone(), entered.clone()
         store.noted = {n[6:] for n in tensors if n.startswith("noted.")}
-        store.used = int((store.slots >= 0).sum())
+        taken = slots[slots >= 0]
+        store.used = len(taken)
+        if not torch.equal(taken.sort().values, torch.arange(store.used)):
+            raise ValueError("slots are not the rows of different units")
         store.tensors = {n[6:]: t.clone() for n, t in tensors.items() if n.startswith("local.")}
+        if odd := [n for n, t in store.tensors.items() if t.ndim == 0 or len(t) > store.used]:
+            raise ValueError(f"{odd[0]} is of more than the {store.used} units that have rows")
         return store

@@ -162,7 +162,7 @@ def agreement(task: ReferenceTask, how: str, seed: int, data: Path | None) -> li
 def nested(task: NestedTask, method: str, data: Path | None) -> list[Record]:
     """Beside lme4's fit, and lmerTest's degrees of freedom."""
     frame, truth, started = task.table(data), task.truth(method, data), time.process_time()
-    words = {"method": method} if method != "Laplace" else {}
+    words: dict[str, Any] = {"method": method} if method != "Laplace" else {}
     fit = mixed_model(task.formula, frame, task.family, **words)
     degrees = fit.degrees
     cpu = time.process_time() - started

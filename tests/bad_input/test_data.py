@@ -319,7 +319,18 @@ def test_what_can_be_read_is_read_as_it_is() -> None:
 NONE_OF_X = [None, "abc", [["a"]], [[1.0], [2.0, 3.0]], {}, (), 3.0, print, [None], math.nan]
 
 
-@pytest.mark.parametrize("x", NONE_OF_X, ids=str)
+NONE_OF_X += [
+    [[10**400]],
+    torch.nested.nested_tensor([torch.zeros(3)] * 2),
+    torch.zeros(2, 3, device="meta"),
+    torch.zeros(2, 3, dtype=torch.float8_e4m3fn),
+    torch.zeros(2, 3).to_sparse(),
+]
+
+
+@pytest.mark.parametrize(
+    "x", NONE_OF_X, ids=lambda x: type(x).__name__ if isinstance(x, torch.Tensor) else str(x)[:20]
+)
 @pytest.mark.parametrize("what", ["train", "test", "predict", "new"])
 def test_x_that_is_none(x: Any, what: str) -> None:
     method = fp.FedAvg(linear_model())

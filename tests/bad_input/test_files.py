@@ -2,20 +2,28 @@
 
 import itertools
 import json
+import os
 import shutil
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fedpop as fp
-from fedpop.errors import CheckpointError, FedpopWarning, SettingsError
+from fedpop.comparison.config import read_config
+from fedpop.errors import CheckpointError, DataError, FedpopError, FedpopWarning, SettingsError
+from fedpop.files import read_tensors, write_tensors
+from fedpop.methods.base import Algorithm
 from fedpop.population.saving import KEYS
 from fedpop.report.results import FIELDS, Results, record
 from tests.bad_input.attempts import SEALED, attempt, command, same, small
 from tests.bad_input.corrupter import WRONG, content, resealed
+from tests.helpers import linear_model, ragged
 
 # --- a saved population -------------------------------------------------------------------------
 
@@ -109,12 +117,24 @@ def test_entries_of_the_wrong_type_that_were_sealed_again(folder: Path, entry: s
     assert content(folder) == before
 
 
+def nested(times: int) -> dict[str, Any]:
+    inner: list[dict[str, Any]] = [] if times == 0 else [nested(times - 1)]
+    return {"class": "Sequential", "children": inner}
+
+
 SPECS: dict[str, Any] = {
     "a layer that is none": {"class": "os.system", "args": {}},
     "a function": {"class": "init", "args": {}},
     "absurd": {"class": "Linear", "args": {"in_features": 10**12, "out_features": 10**6}},
     "larger than any model": {"class": "Linear", "args": {"in_features": 10**6, "out_features": 10**6}},
     "too large to try": {"class": "Linear", "args": {"in_features": 10**5, "out_features": 10**5}},
+    "layers without end": {"class": "LSTM", "args": {"input_size": 3, "hidden_size": 2, "num_layers": 10**8}},
+    "very many": {"class": "Sequential", "children": [{"class": "ReLU", "args": {}}] * 2000},
+    "more than there are values for": {
+        "class": "Embedding",
+        "args": {"num_embeddings": 2**20, "embedding_dim": 40},
+    },
+    "nested without end": nested(200),
     "negative": {"class": "Linear", "args": {"in_features": -3, "out_features": 2}},
     "no arguments": {"class": "Linear"},
     "other arguments": {"class": "Linear", "args": {"depth": 3}},
@@ -142,6 +162,51 @@ def test_files_elsewhere_are_not_read(folder: Path, name: str) -> None:
 def test_a_path_is_a_path(path: Any) -> None:
     with pytest.raises(SettingsError, match="path must be a text or a Path"):
         fp.load(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("stem", ["population.json", "theta"])
+def test_what_is_no_file_is_not_waited_for(folder: Path, stem: str, kind: str) -> None:
+    path = next(p for p in folder.iterdir() if p.name.startswith(stem))
+    path.unlink()
+    no_file(path, kind)
+    with pytest.raises(CheckpointError, match=path.name):
+        fp.load(folder)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_nor_is_a_table_or_a_settings_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "table.csv"
+    no_file(path, kind)
+    with pytest.raises(DataError, match=r"cannot read .*table\.csv"):
+        fp.mixed_model("y ~ x + (1 | g)", path)
+    with pytest.raises(SettingsError, match=r"cannot read .*table\.csv"):
+        read_config(path)
+
+
+def no_file(path: Path, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+
+
+def test_links_that_somebody_planted_are_replaced_not_followed(folder: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    population = small()
+    names = [p.name for p in folder.iterdir()]
+    for name in names:
+        (folder / name).unlink()
+        (folder / name).symlink_to(precious)
+    for name in names:
+        (folder / f".{name}.{os.getpid()}.tmp").symlink_to(precious)
+    population.save(folder)
+    assert precious.read_text() == "precious"
+    assert not any(p.is_symlink() for p in folder.iterdir())
+    assert fp.load(folder).names == population.names
 
 
 # --- a run --------------------------------------------------------------------------------------
@@ -201,6 +266,57 @@ def test_a_checkpoint_of_the_wrong_types_that_was_sealed_again(run: Path, entry:
 
 
 # --- reports ------------------------------------------------------------------------------------
+
+
+CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "reshaped": lambda t: t.reshape(-1)[:1] if t.numel() > 1 else torch.zeros(2, 3, dtype=t.dtype),
+    "longer": lambda t: torch.cat([t.reshape(-1), t.reshape(-1)[:1], torch.zeros(2, dtype=t.dtype)]),
+    "with an axis more": lambda t: t.unsqueeze(0),
+    "whole numbers": lambda t: t.double() if t.dtype == torch.int64 else t.to(torch.int64),
+    "truth values": lambda t: t.bool(),
+    "of another precision": lambda t: t.float() if t.dtype == torch.float64 else t.double(),
+}
+
+
+def methods() -> dict[str, Algorithm]:
+    model = linear_model()
+    exact, sampled = (fp.FedSOUL(model, engine=e) for e in ("exact", "sampled"))
+    return {"exact": exact, "sampled": sampled, "Ditto": fp.Ditto(model), "FSGLD": fp.FSGLD(model)}
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+@pytest.mark.parametrize("name", ["exact", "sampled", "Ditto", "FSGLD"])
+def test_tensors_of_a_checkpoint_that_do_not_belong_to_the_run(
+    tmp_path: Path, name: str, rounds: int
+) -> None:
+    """Dropped, reshaped or of another type, and sealed again: one error of ours, which names the checkpoint,
+    or a run that ends."""
+    method = methods()[name]
+    clients = dict(zip(("anna", "ben", "cara"), ragged((3, 4, 2)), strict=True))
+    begun, run = tmp_path / "begun", tmp_path / "run"
+    method.fit(clients, rounds=2, out=begun)
+    kept = read_tensors(begun / "checkpoints" / "round-00000002.safetensors")
+    refused = 0
+    for entry in sorted(kept):
+        for change in (None, *CHANGED.values()):
+            shutil.rmtree(run, ignore_errors=True)
+            shutil.copytree(begun, run)
+            tensors = {n: t for n, t in kept.items() if n != entry}
+            if change is not None:
+                tensors[entry] = change(kept[entry]).contiguous()
+            file = run / "checkpoints" / "round-00000002.safetensors"
+            digest = write_tensors(file, tensors)
+            resealed(file.with_suffix(".json"), partial(dict.update, digest=digest))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FedpopWarning)
+                population, told = attempt(
+                    lambda: method.fit(clients, rounds=rounds, out=run, resume=True), FedpopError
+                )
+            if population is None:
+                refused += "round-00000002" in told
+            else:
+                attempt(partial(population.predict, "anna", torch.zeros(1, 3)), FedpopError)
+    assert refused > len(kept)
 
 
 @pytest.mark.parametrize(

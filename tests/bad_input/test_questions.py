@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
+from fedpop.errors import CheckpointError, DataError, FedpopError, ModelError, SettingsError
 from tests.bad_input.corrupter import content
 from tests.helpers import linear_model, ragged
 
@@ -101,6 +101,48 @@ def test_what_a_population_is_not_asked(population: fp.Population, case: str, tm
     with pytest.raises(error, match=message) as caught:
         ask(population)
     assert len(str(caught.value).splitlines()) == 1
+    assert not content(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prior", "words"),
+    [
+        (fp.priors.Mixture(), r"Mixture\(\) now, Normal\(\) then"),
+        (fp.priors.Normal(covariance="full"), "covariance='full'.* now, .*'isotropic'.* then"),
+        (fp.priors.Normal(mean=1.0), "mean=1.0.* now, .*mean=0.0.* then"),
+    ],
+)
+def test_another_prior_than_the_one_that_was_saved(
+    population: fp.Population, prior: fp.priors.Prior, words: str, tmp_path: Path
+) -> None:
+    folder = population.save(tmp_path / "saved")
+    assert fp.load(folder, prior=fp.priors.Normal()).names == population.names
+    with pytest.raises(CheckpointError, match=f"the prior is not the saved one: .*{words}"):
+        fp.load(folder, prior=prior)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [fp.likelihoods.Normal(variance=0.25), fp.likelihoods.Normal(), fp.likelihoods.Poisson()],
+    ids=repr,
+)
+def test_another_likelihood_or_noise_than_the_one_that_was_saved(
+    population: fp.Population, likelihood: fp.likelihoods.Likelihood, tmp_path: Path
+) -> None:
+    folder = population.save(tmp_path / "saved")
+    backbone, head = linear_model().modules()
+    with pytest.raises(CheckpointError, match="likelihood is not the saved one"):
+        fp.load(folder, model=fp.Composition(backbone, head, likelihood))
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udfff"])
+def test_names_that_no_file_can_hold(name: str, tmp_path: Path) -> None:
+    clients, method = dict(zip(("ben", name), ragged((3, 2)), strict=True)), fp.FedAvg(linear_model())
+    for out in (None, tmp_path / "run"):
+        with pytest.raises(DataError, match="which is not text"):
+            method.fit(clients, rounds=1, out=out)
+    with pytest.raises(DataError, match="which is not text"):
+        method.fit(ragged((3, 2)), rounds=1, sites={name: ["client-0", "client-1"]})
     assert not content(tmp_path)
 
 

@@ -140,6 +140,30 @@ def test_numbers_and_names_of_a_table(tmp_path: Path, case: str) -> None:
         TableTask(str(tmp_path / "data.csv"), ("age",), "dose", "site").split(0)
 
 
+@pytest.mark.parametrize(
+    "line", ["new_clients = -1", "validation = -3", "new_clients = 10000000000", "b = -1"]
+)
+def test_numbers_of_clients_and_examples(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'[task]\nkind = "synthetic"\n{line}\n[run]\nrounds = 1\n[[method]]\nname = "FedAvg"\n'
+    said = command(settings(tmp_path, text), capsys)
+    assert said is not None
+    assert f"{line.split()[0]} must be a whole number" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["settings.toml"]
+
+
+@pytest.mark.parametrize("name", ["[1, 2]", "{a = 1}", "5", "true"])
+def test_names_of_methods_that_are_none(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'[task]\nkind = "synthetic"\nb = 4\n[run]\nrounds = 1\n[[method]]\nname = {name}\n'
+    said = command(settings(tmp_path, text), capsys)
+    assert said is not None
+    assert "unknown method" in said
+    assert [p.name for p in tmp_path.iterdir()] == ["settings.toml"]
+
+
 @pytest.mark.parametrize("method", ['["FedAvg"]', "[3]", "[[]]", "[{}]", '"FedAvg"', "{}"])
 def test_methods_that_are_no_tables(tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = f'method = {method}\n[task]\nkind = "synthetic"\nb = 4\n[run]\nrounds = 1\n'

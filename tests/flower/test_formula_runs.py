@@ -78,7 +78,7 @@ def test_the_fit_over_sites_is_that_of_one_machine(
     assert plain["fixed"].keys() == here.plain()["fixed"].keys()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["heard"] for line in lines] == [sorted(frames)] * len(lines)
-    assert lines[0]["question"] == "kinds of columns"
+    assert [line["question"] for line in lines[:2]] == ["column scales", "kinds of columns"]
     again = fp.load(run)
     assert again.confint().equals(fit.confint())
     assert again.degrees == fit.degrees
@@ -109,6 +109,20 @@ def test_each_site_has_its_own_groups_and_everybodys_theta(simulated: Any, tmp_p
         np.testing.assert_allclose(parts[range(len(rows))], rows.y, rtol=0, atol=1e-4)
         np.testing.assert_allclose(left.fitted, here.fitted()[frame.y.isin(rows.y)], rtol=0, atol=1e-4)
         assert (tmp_path / "left.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_of_a_site_are_its_own_where_sites_are_the_groups(simulated: Any, tmp_path: Path) -> None:  # noqa: F811
+    frames = by_site(simulated([8] * 9), "g", 3)
+    formula = "y ~ w + (1 | site)"
+    run_formula(deployment({"formula": formula}, 3), transport_on(grid_of(tmp_path, frames)), tmp_path / "r")
+    here = fp.mixed_model(formula, frames)
+    fit, rows = fit_at(SiteExperiment(open_site(tmp_path / "south"), "test")), frames["south"].head(3)
+    found = predicted_rows(fit, rows[["w"]], 0.9)
+    assert found.kind.tolist() == ["known"] * 3
+    assert found.group.tolist() == ["south"] * 3
+    expected = here.predict(rows.assign(site="south"))
+    np.testing.assert_allclose(found["mean"], expected["mean"], rtol=1e-6)
+    assert predicted_rows(fit, rows.assign(site=None), 0.9).kind.tolist() == ["population"] * 3
 
 
 def test_profiles_and_replicates_are_those_of_one_machine(simulated: Any, tmp_path: Path) -> None:  # noqa: F811

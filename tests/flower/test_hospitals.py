@@ -73,6 +73,10 @@ def test_the_walk_through_as_it_is_typed(tmp_path: Path) -> None:
     assert [line for line in lines if line in shown] == shown
     assert len(re.findall(r"^lake(,[\d.]+){3}$", output, re.MULTILINE)) == 3
     assert len(re.findall(r"^site-fifth(,[\d.]+){3}$", output, re.MULTILINE)) == 3
+    formula = page[page.index("Linear mixed model fit") : page.index("...\nsite,effect")]
+    assert formula in output
+    assert re.search(r"^lake,\(Intercept\),0\.772", output, re.MULTILINE)
+    assert "lake-stays.csv is written" in output
     assert "none of them changed or missing" in output
     assert "weight[smoker = yes]" in (tmp_path / "server" / "run" / "report.html").read_text()
 

@@ -77,6 +77,8 @@ def test_what_people_ask_for_is_answered(frame: Any, formula: str) -> None:
         ("y ~ rare + (1 | g)", None, "sets fewer than 5 rows apart"),
         ("y ~ x + I(x + (id == 7)) + (1 | g)", None, "a combination of the formula's columns"),
         ("y ~ x + I(2 * x - 3 * (id == 7)) + w + (1 | g)", None, "a combination"),
+        ("y ~ x + I(x + 1000 * (id == 7) + (id == 8)) + (1 | g)", None, "a combination"),
+        ("y ~ x + income + I(income + (id == 7) + 2 * (id == 8)) + (1 | g)", None, "a combination"),
         ("y ~ x + pmax(x - 78, 0) + (1 | g)", None, r"the column 'pmax\(x - 78, 0\)'"),
         ("y ~ x + (1 | id)", None, "most groups of 'id' have a single row"),
     ],
@@ -142,6 +144,18 @@ def test_rows_that_come_later_are_many_or_not_answered(frame: Any) -> None:
     nearly = checked(frame.head(118), formula)
     with pytest.raises(Refusal, match="the difference to the formula"):
         checked(frame, formula, earlier={formula: nearly})
+
+
+def test_what_no_two_formulas_show_three_do_not(frame: Any) -> None:
+    """The third column is the sum of the two before, but in one row."""
+    earlier, third = {}, "y ~ I(x + w * (id != 7)) + (1 | g)"
+    for formula in ("y ~ x + (1 | g)", "y ~ w + (1 | g)", "y ~ I(x + w) + (1 | g)"):
+        if "I" not in formula:
+            checked(frame, third, earlier=dict(earlier))
+        earlier[formula] = checked(frame, formula, earlier=dict(earlier))
+    del earlier["y ~ I(x + w) + (1 | g)"]
+    with pytest.raises(Refusal, match="columns beside those of all formulas answered before"):
+        checked(frame, third, earlier=earlier)
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,8 @@ def test_gaussian_models_agree_with_lme4(name, formula, method, fitted):
     agrees(fitted(formula, table, method=method), truth[method], 1e-6, 1e-6)
 
 
-def test_binomial_agrees_with_glmers_laplace(fitted, request):
+def test_binomial_agrees_with_glmers_laplace(fitted):
     """R's standard errors are from a numerical Hessian."""
-    if request.node.callspec.params["fitted"] != "here":
-        pytest.skip("sites are compared on smaller tables")
     table, truth = nested_table("guimmun")
     agrees(fitted(GUIMMUN, table, "bernoulli"), truth["Laplace"], 1e-4, 1e-5)
 

@@ -15,6 +15,12 @@ def test_every_experiment_is_on_the_page() -> None:
     assert set(ROWS) == set(EXPERIMENTS)
 
 
+def test_every_experiment_is_in_the_first_readme() -> None:
+    listed = re.search(r"python -m research  .*?```", (HERE.parent / "README.md").read_text(), re.DOTALL)
+    assert listed is not None
+    assert [name for name in EXPERIMENTS if name not in listed[0]] == []
+
+
 def test_those_that_read_images_say_which() -> None:
     for name, data in ROWS.items():
         assert (data == "drawn") == (not experiment_named(name).data)
