@@ -22,6 +22,7 @@ from benchmarks import (
     round,
     rounds_per_second,
     scale,
+    secure_sums,
     small_rounds,
 )
 from fedpop.report.results import Results
@@ -38,6 +39,7 @@ BENCHMARKS = (
     images,
     mixed,
     federation,
+    secure_sums,
 )
 
 

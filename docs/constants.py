@@ -1063,6 +1063,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/site_folder.py": "FINGERPRINT_LETTERS",
             "flower/watch.py": "SHOWN_POINTS, SHOWN_ROUNDS, SHOWN_LINES",
             "report/style.py": "STYLE",
+            "report/counted.py": "COUNTED",
             "report/terminal.py": "WIDTH",
         },
     ),

@@ -138,9 +138,15 @@ def _signed(run: str, site: str, key: bytes) -> bytes:
 def _verified(offer: Offer, run: str, admitted: Mapping[str, bytes]) -> None:
     if offer.site not in admitted:
         raise SecureSumError(f"{offer.site!r} is not on this site's list of admitted sites")
+    _require_signed(offer, run, admitted[offer.site])
+
+
+@lru_cache(maxsize=4096)
+def _require_signed(offer: Offer, run: str, admitted: bytes) -> None:
+    """Once a session: the same offer comes with every attempt."""
     curves = _curves()
     try:
-        key = curves.EllipticCurvePublicKey.from_encoded_point(curves.SECP384R1(), admitted[offer.site])
+        key = curves.EllipticCurvePublicKey.from_encoded_point(curves.SECP384R1(), admitted)
         key.verify(offer.signature, _signed(run, offer.site, offer.key), _ecdsa())
     except ValueError as error:
         raise SecureSumError(f"the admitted key of {offer.site!r} is none") from error

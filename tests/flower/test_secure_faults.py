@@ -18,6 +18,7 @@ from fedpop.flower.remote import RoundTerms
 from fedpop.flower.requests import Request
 from fedpop.flower.secure_site import SecureSite
 from fedpop.flower.secure_sums import SecureSums
+from fedpop.privacy import secure
 from tests.flower.local_grid import LocalGrid
 from tests.flower.secured import planned, run_over, same_theta, secured, simulated
 from tests.flower.sites import transport_on
@@ -285,3 +286,43 @@ def test_a_data_file_that_changes_between_two_repetitions_changes_no_byte(tmp_pa
     grid.fault = fault
     run_deployment(planned("FedAvg", 2, terms), transport_on(grid))
     assert replies[0] == replies[1]
+
+
+def test_a_server_that_is_killed_once_the_sum_is_open_opens_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid, terms, _ = secured(tmp_path / "sites")
+    opened, killed = secure.opened, list[str]()
+
+    def dying(attempt: Any, *more: Any) -> bytes:
+        words = opened(attempt, *more)
+        if attempt.kind == "train" and attempt.index == 1 and not killed:
+            killed.append("server")
+            raise Killed
+        return words
+
+    monkeypatch.setattr(secure, "opened", dying)
+    with pytest.raises(Killed):
+        run_deployment(planned("SCAFFOLD", 3, terms), transport_on(grid), tmp_path / "run")
+    found = run_deployment(planned("SCAFFOLD", 3, terms), transport_on(grid), tmp_path / "run")
+    same_theta(found, simulated("SCAFFOLD"))
+
+
+def test_a_question_is_asked_in_a_new_attempt_where_a_site_has_begun_another_session(tmp_path: Path) -> None:
+    """And everyone masks the words of before anew."""
+    grid, terms, folders = secured(tmp_path / "sites")
+    real, gone = grid.app, list[str]()
+
+    def losing(request: Message, node: Any) -> Message:
+        if not gone and node.node_id == grid.first + 2 and read(request).kind == "ask":
+            gone.append("s2")
+            shutil.rmtree(folders["s2"] / "experiments" / "test" / "secure")
+        return real(request, node)
+
+    grid.app = losing
+    found = run_deployment(planned("QLSD", 3, terms), transport_on(grid))
+    same_theta(found, simulated("QLSD"))
+    terms_of = [read(m).header["secure"] for _, m, _ in grid.traffic if read(m).kind == "ask"]
+    asked = [about["attempt"] for about in terms_of if "attempt" in about]
+    assert gone
+    assert len({a["number"] for a in asked}) == 1 + len({a["index"] for a in asked})
