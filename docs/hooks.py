@@ -73,7 +73,7 @@ def printed(name: str) -> str:
     if not records:
         return MISSING
     out = []
-    for table in import_module(f"benchmarks.{name}").tables(records):
+    for table in import_module(f"benchmarks.{name.replace(' ', '_')}").tables(records):
         rows = [[str(cell) for cell in row] for row in zip(*(c.cells for c in table.columns), strict=True)]
         sheet = Sheet([str(column.header) for column in table.columns], rows)
         caption = f" ({table.caption})" if table.caption else ""
