@@ -27,6 +27,7 @@ from fedpop.priors.base import Sets
 from fedpop.priors.normal import Normal
 from fedpop.questions import Question, Units
 from fedpop.server.averaging import Gauge
+from fedpop.server.quasi_newton import rows_of_jacobian
 
 LARGEST_EXACT_INFORMATION = 2000
 """Parameters up to which the information of closed-form posteriors is computed: 32 MB, once."""
@@ -34,9 +35,6 @@ LARGEST_SAMPLED_INFORMATION = 200
 """Parameters up to which Louis' identity is used with draws: it needs all scores and a Hessian."""
 THETA_DRAWS = 100
 """Of theta's asymptotic law, for predictions that do not take it as known."""
-ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE = 16, 64
-"""Rows of a Hessian that are made without ``vmap``, and at once, where there are more: each holds a model's
-graph."""
 NULL_DIRECTION = 1e-8
 """Singular values below this, of vectors of length one, are rounding: the vectors depend on each other."""
 LEAST_INFORMATION = 1e-10
@@ -59,21 +57,6 @@ def score_and_information(
         (score,) = torch.autograd.grad(value, theta, create_graph=True)
         hessian = rows_of_jacobian(score, theta, batched=not rematerialised(hierarchy, cohort))
     return score.detach(), -0.5 * (hessian + hessian.mT)
-
-
-def rows_of_jacobian(values: Tensor, at: Tensor, batched: bool = True) -> Tensor:
-    """d values / d at, ``[q, p]``, from a graph that is there.
-
-    A few rows are made one by one: what batches them takes half a second to import.
-    """
-    if len(values) <= ROWS_ONE_BY_ONE or not batched:
-        return torch.stack([torch.autograd.grad(v, at, retain_graph=True)[0] for v in values])
-    units = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    parts = [
-        torch.autograd.grad(values, at, part, retain_graph=True, is_grads_batched=True)[0]
-        for part in units.split(HESSIAN_ROWS_AT_ONCE)
-    ]
-    return torch.cat(parts)
 
 
 def derivative(function: Callable[[Tensor], Tensor], at: Tensor, along: Tensor) -> Tensor:

@@ -15,15 +15,17 @@ from torch import Tensor
 from fedpop.checked import checked
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.datasets import as_name, owners, read_dataset
 from fedpop.federation.inputs import (
     Example,
     Inputs,
     all_finite,
     as_inputs,
+    as_name,
     leaves,
     map_inputs,
     narrowed,
+    owners,
+    read_dataset,
     require_finite,
     rows_of,
 )

@@ -21,7 +21,7 @@ from fedpop.errors import DataError
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
-from fedpop.mixed.coordinates import everyone
+from fedpop.mixed.design import everyone
 from fedpop.questions import Question, Units
 from fedpop.run.members import Members
 

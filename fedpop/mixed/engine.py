@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fedpop.federation.cohort import Cohort
-from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.design import Coordinates
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import Paths
 from fedpop.population import Population

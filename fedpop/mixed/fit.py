@@ -17,9 +17,8 @@ from fedpop.errors import DataError, SettingsError
 from fedpop.keys import Key
 from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN
 from fedpop.mixed import contrasts, figures, refits, residuals, sampled, saved, simulated
-from fedpop.mixed.coordinates import Coordinates
 from fedpop.mixed.degrees import Laws, laws_of
-from fedpop.mixed.design import Design
+from fedpop.mixed.design import Coordinates, Design
 from fedpop.mixed.engine import SINGULAR_FACTOR, Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.families import Family
 from fedpop.mixed.formula import FormulaPart

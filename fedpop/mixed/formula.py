@@ -16,7 +16,7 @@ from typing import Any
 
 from fedpop.errors import SettingsError
 from fedpop.extras import library
-from fedpop.federation.datasets import as_text
+from fedpop.federation.inputs import as_text
 
 TOKEN = re.compile(
     r"`[^`]+`|'[^']*'|\"[^\"]*\"|(?:[^\W\d]|\.(?!\d))[\w.]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|\|\||\*\*|%[^%]*%|[<>=!]=|[()+\-*/:^|~,<>&!=]"

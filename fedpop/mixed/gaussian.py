@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import DataError, EstimateError
-from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.mixed.coordinates import Coordinates, coded, everyone
+from fedpop.mixed.design import Coordinates, coded, everyone
 from fedpop.mixed.engine import (
     SINGULAR_FACTOR,
     Engine,
@@ -44,6 +43,7 @@ from fedpop.mixed.engine import (
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.nesting import CELLS, Paths, Tree, paths, shrunk, spans
 from fedpop.questions import Question, Units
+from fedpop.server.quasi_newton import rows_of_jacobian
 
 PROFILE_NUMBERS_AT_ONCE = 2**18
 """Numbers that are worked on at once."""

@@ -26,8 +26,7 @@ from fedpop.mixed.bases import (
     without_sums,
 )
 from fedpop.mixed.common_key import compared_names
-from fedpop.mixed.coordinates import Coordinates, columns, everyone
-from fedpop.mixed.design import INTERCEPT, Design, Wanted, scale_name
+from fedpop.mixed.design import INTERCEPT, Coordinates, Design, Wanted, columns, everyone, scale_name
 from fedpop.mixed.families import Family
 from fedpop.mixed.formula import Formula
 from fedpop.mixed.nesting import Tree

@@ -21,11 +21,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors
-from fedpop.mixed.coordinates import Coordinates, everyone
+from fedpop.mixed.design import Coordinates, everyone
 from fedpop.mixed.engine import ThetaPoint
 from fedpop.mixed.families import Family
 from fedpop.mixed.nesting import Paths, Tree, paths, spans
@@ -38,6 +37,7 @@ from fedpop.mixed.quadrature import (
     QuadratureEngine,
 )
 from fedpop.questions import Units
+from fedpop.server.quasi_newton import rows_of_jacobian
 
 Effects = tuple[Tensor, ...]
 """For each level, of each group u of this level and of those around it, ``[K, Q]``."""

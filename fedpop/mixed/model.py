@@ -21,8 +21,7 @@ from fedpop.federation.table_format import MINIMUM
 from fedpop.files import write_json
 from fedpop.message import Choice
 from fedpop.mixed import private, sampled, scored
-from fedpop.mixed.coordinates import Coordinates
-from fedpop.mixed.design import Wanted
+from fedpop.mixed.design import Coordinates, Wanted
 from fedpop.mixed.engine import Engine, Estimates
 from fedpop.mixed.fit import MixedFit
 from fedpop.mixed.gaussian import GaussianEngine

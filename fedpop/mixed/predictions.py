@@ -13,7 +13,7 @@ from torch import Tensor
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
-from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.design import Coordinates
 from fedpop.mixed.engine import ThetaPoint
 from fedpop.mixed.families import LOG_DISPERSION, Family
 from fedpop.mixed.gaussian import posteriors

@@ -33,8 +33,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.federation.participation import Everyone
 from fedpop.keys import Key
 from fedpop.methods import FedSOUL
-from fedpop.mixed.coordinates import Coordinates, coded
-from fedpop.mixed.design import Design
+from fedpop.mixed.design import Coordinates, Design, coded
 from fedpop.mixed.engine import Engine, Estimates, Factor, ThetaPoint
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fedpop.errors import EstimateError, SettingsError
-from fedpop.evaluation.information import rows_of_jacobian
 from fedpop.mixed.engine import Engine
+from fedpop.server.quasi_newton import rows_of_jacobian
 
 if TYPE_CHECKING:
     from fedpop.mixed.fit import MixedFit

@@ -26,7 +26,7 @@ from fedpop.errors import EstimateError
 from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.mixed.coordinates import Coordinates, coded, everyone
+from fedpop.mixed.design import Coordinates, coded, everyone
 from fedpop.mixed.engine import (
     FIT_NATS,
     Engine,

@@ -24,7 +24,7 @@ from fedpop.federation.clients import Federation, Packed
 from fedpop.federation.participation import Participation
 from fedpop.keys import Key
 from fedpop.methods import FedSOUL
-from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.design import Coordinates
 from fedpop.mixed.engine import Engine, Estimates, ThetaPoint, canonical
 from fedpop.mixed.families import Family
 from fedpop.mixed.gaussian import GaussianEngine

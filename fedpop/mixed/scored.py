@@ -18,7 +18,7 @@ from fedpop.errors import EstimateError
 from fedpop.evaluation.convergence import Landing, landing
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
-from fedpop.mixed.coordinates import Coordinates
+from fedpop.mixed.design import Coordinates
 from fedpop.mixed.engine import Engine, Estimates, SearchResult, information_root
 from fedpop.mixed.gaussian import GaussianEngine, Profile
 from fedpop.mixed.groups import Groups

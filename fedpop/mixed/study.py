@@ -27,8 +27,7 @@ from fedpop.message import Answer, Tensors, Total
 from fedpop.methods.asking import role
 from fedpop.mixed.bases import Basis
 from fedpop.mixed.common_key import NO_KEY, CommonKey
-from fedpop.mixed.coordinates import Coordinates, everyone
-from fedpop.mixed.design import Design, Wanted
+from fedpop.mixed.design import Coordinates, Design, Wanted, everyone
 from fedpop.mixed.drawing import Drawing
 from fedpop.mixed.families import Family, family_named
 from fedpop.mixed.formula import Formula, FormulaPart, columns_of, parse, scanned, shown

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedpop.errors import DataError
 from fedpop.extras import library
-from fedpop.federation.datasets import as_text
+from fedpop.federation.inputs import as_text
 from fedpop.federation.table_format import MINIMUM, USUAL_TABLE, TableFormat
 from fedpop.files import opened
 from fedpop.mixed.formula import Formula

@@ -26,6 +26,9 @@ GAUGE_CURVATURE = 1e-9
 """Curvatures below this share of the largest one count as this: a gauge direction has none."""
 SADDLE_CURVATURE = -1e-3
 """The curvature, in natural units, below which a stationary point is no minimum: 5e-4 for a step of one."""
+ROWS_ONE_BY_ONE, HESSIAN_ROWS_AT_ONCE = 16, 64
+"""Rows of a Hessian that are made without ``vmap``, and at once, where there are more: each holds a model's
+graph."""
 CURVATURE, BRACKET, ZOOM, CONVERGED, STALLED, VALUE = range(6)
 
 
@@ -262,3 +265,18 @@ def _accepted(state: SearchState, at: Point, g: Tensor, unit: Tensor, tolerance:
     if gain < tolerance:
         return replace(state, phase=CURVATURE, trial=x)
     return _along(state, -(inverse @ g), unit)
+
+
+def rows_of_jacobian(values: Tensor, at: Tensor, batched: bool = True) -> Tensor:
+    """d values / d at, ``[q, p]``, from a graph that is there.
+
+    A few rows are made one by one: what batches them takes half a second to import.
+    """
+    if len(values) <= ROWS_ONE_BY_ONE or not batched:
+        return torch.stack([torch.autograd.grad(v, at, retain_graph=True)[0] for v in values])
+    units = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    parts = [
+        torch.autograd.grad(values, at, part, retain_graph=True, is_grads_batched=True)[0]
+        for part in units.split(HESSIAN_ROWS_AT_ONCE)
+    ]
+    return torch.cat(parts)

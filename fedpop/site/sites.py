@@ -18,7 +18,7 @@ from torch import Tensor
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.datasets import as_text
+from fedpop.federation.inputs import as_text
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
 from fedpop.message import Aggregate, Answer, Channel, Guard, Tensors, Total

@@ -63,7 +63,7 @@ def test_what_groups_add_is_the_exact_score_and_the_expected_information() -> No
         assert torch.allclose(score[ids].sum(0), engine.score(x, ids), atol=1e-8)
 
     point, units = engine.point(x), engine.units  # of one group, through its marginal covariance
-    from fedpop.mixed.coordinates import coded
+    from fedpop.mixed.design import coded
 
     cx, cz, *_ = coded(members.federation.cohort(torch.tensor([4]), torch.device("cpu")), units)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedpop.checked import Checked
 from fedpop.errors import SettingsError
-from fedpop.federation.datasets import as_name
+from fedpop.federation.inputs import as_name
 from fedpop.federation.partitions.base import Partition, Scheme
 
 
