@@ -67,7 +67,7 @@ TABLES: Mapping[str, Rows] = {
                 "derived: a step of one unit gains 5e-4 nats",
             ),
         },
-        "server/calibration.py": {
+        "server/optimisers.py": {
             "RATE_TRIAL_ROUNDS": (
                 "trial rounds behind η₀ of `FedSOUL.paper()`",
                 "part of that preset's definition ([two presets](decisions.md#two-presets))",

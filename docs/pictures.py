@@ -21,9 +21,19 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.report import side_by_side
-from fedpop.report.looks import BLACK, BLUE, GREY, METHODS, ORANGE, looks
 from fedpop.report.results import Results
-from fedpop.report.style import new_axes, new_figure, styled, svg_of
+from fedpop.report.style import (
+    BLACK,
+    BLUE,
+    GREY,
+    METHODS,
+    ORANGE,
+    looks,
+    new_axes,
+    new_figure,
+    styled,
+    svg_of,
+)
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "pictures"

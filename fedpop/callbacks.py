@@ -1,8 +1,7 @@
 """What may happen between rounds."""
 
 from fedpop.run.callbacks import Callback, EarlyStop
-from fedpop.run.mlflow import MLflow
-from fedpop.run.tensorboard import TensorBoard
+from fedpop.run.trackers import MLflow, TensorBoard
 from fedpop.run.watch import Watch
 
 __all__ = ["Callback", "EarlyStop", "MLflow", "TensorBoard", "Watch"]

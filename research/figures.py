@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fedpop.report.looks import BLACK, Look, colour
-from fedpop.report.looks import looks as looks_of
 from fedpop.report.marks import beside, legend
-from fedpop.report.style import new_axes, styled, svg_of
+from fedpop.report.style import BLACK, Look, colour, new_axes, styled, svg_of
+from fedpop.report.style import looks as looks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,8 +24,8 @@ from fedpop.comparison.sheets import (
 from fedpop.evaluation.scores import HIGH_IS_GOOD
 from fedpop.report import side_by_side
 from fedpop.report.html import Figure, Page, Section
-from fedpop.report.looks import looks as looks_of
 from fedpop.report.results import made_by, mean, values
+from fedpop.report.style import looks as looks_of
 
 
 def _curves(comparison: Compared, x: Callable[[dict[str, Any]], float], score: str) -> dict[str, Any]:

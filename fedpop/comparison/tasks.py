@@ -16,15 +16,14 @@ from typing import Annotated, Any
 from fedpop.checked import Range, require
 from fedpop.comparison.terms import Source, Subject
 from fedpop.data.folder_task import FolderTask
-from fedpop.data.function_task import FunctionTask
 from fedpop.data.image_task import FullImageTask, ImageTask
-from fedpop.data.own import OwnData
 from fedpop.data.synthetic import SyntheticTask
 from fedpop.data.table_task import TableTask
+from fedpop.data.user_data import FunctionTask, OwnData
 from fedpop.errors import FedpopError, SettingsError
 from fedpop.federation.clients import Client, Federation
 from fedpop.models.base import Model
-from fedpop.models.entry import model_named
+from fedpop.models.spec import model_named
 
 KINDS: dict[str, Any] = {
     "synthetic": SyntheticTask,

@@ -2,10 +2,10 @@
 
 from fedpop.data.catalogue import DATASETS, Dataset
 from fedpop.data.folder_task import FolderTask
-from fedpop.data.function_task import FunctionTask
 from fedpop.data.image_task import FullImageTask, ImageTask
 from fedpop.data.images import Images, ImageSet, open_images
 from fedpop.data.table_task import TableTask
+from fedpop.data.user_data import FunctionTask
 from fedpop.federation.partitions import (
     IID,
     ByClass,

@@ -19,15 +19,14 @@ from fedpop.checked import Checked, Factor, OneOf, Range, Whole, require
 from fedpop.data.byte_cache import cached, known_digests
 from fedpop.data.download import digest_of_file
 from fedpop.data.formats.decoded import Bytes, Decoded
-from fedpop.data.own import OwnData
+from fedpop.data.user_data import OwnData
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.clients import Federation, Packed, usual_names
 from fedpop.federation.partitions import IID, ByClass, ByKey, Dirichlet, Scheme, Shards
 from fedpop.federation.reading import IMAGES, image_files, read_columns, read_image
-from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
+from fedpop.models.image_layers import CropFlip, Standardise
 from fedpop.models.networks import NETWORKS, build
-from fedpop.models.standardise import Standardise
 
 FOLDERS = "folders"
 SCHEMES: dict[str, Any] = {scheme.__name__: scheme for scheme in (IID, ByClass, Dirichlet, Shards)}

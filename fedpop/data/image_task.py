@@ -17,10 +17,9 @@ from fedpop.data.images import Images, ImageSet, open_images
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Client, Federation, Packed, usual_names
 from fedpop.federation.partitions import ByClass, Partition, Shards
-from fedpop.models.augment import CropFlip
 from fedpop.models.composition import Composition
+from fedpop.models.image_layers import CropFlip, Standardise
 from fedpop.models.networks import build
-from fedpop.models.standardise import Standardise
 
 NETWORKS = {
     "cifar10": "cnn-cifar10",

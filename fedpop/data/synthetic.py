@@ -12,8 +12,8 @@ from fedpop.errors import SettingsError
 from fedpop.federation.clients import Client
 from fedpop.keys import Key
 from fedpop.models import likelihoods
-from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
+from fedpop.models.modules import blank
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from fedpop.checked import Checked, Factor, Range
 from fedpop.data.download import digest_of_file
-from fedpop.data.own import OwnData
+from fedpop.data.user_data import OwnData
 from fedpop.errors import DataError, SettingsError
 from fedpop.federation.cells import Columns, columns_of
 from fedpop.federation.clients import Client, Federation
 from fedpop.federation.reading import from_table, read_columns, width
 from fedpop.keys import Key
-from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
+from fedpop.models.modules import blank
 from fedpop.models.networks import redraw
 from fedpop.questions.forms import agreed, check_form, table_of
 from fedpop.questions.schema import Moments, sorted_levels

@@ -37,7 +37,7 @@ from fedpop.message.fixed_point import FixedPoint
 from fedpop.methods.base import Algorithm, usual_participation
 from fedpop.methods.tables import known_method, method_from
 from fedpop.mixed.study import FormulaStudy
-from fedpop.models.entry import model_named
+from fedpop.models.spec import model_named
 from fedpop.privacy.gaussian import gaussian_from
 from fedpop.privacy.secure import Policy
 from fedpop.questions.forms import check_form, schema_of

@@ -22,7 +22,7 @@ from fedpop.errors import (
     SecureSumError,
     SettingsError,
 )
-from fedpop.evaluation import validation
+from fedpop.evaluation import scores
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active
 from fedpop.federation.table_format import USUAL_TABLE, TableFormat
@@ -72,7 +72,7 @@ log = logging.getLogger("fedpop.site")
 
 STUDIES: Mapping[str, type[Study]] = {kind.__name__: kind for kind in (Survey, Training, FormulaStudy)}
 """What an experiment may be about."""
-QUESTIONS = (groups, common_key, gaussian, laplace, quadrature, scored, validation)
+QUESTIONS = (groups, common_key, gaussian, laplace, quadrature, scored, scores)
 """Whose questions a site knows, because they are imported; methods import the others."""
 DESCRIPTION, MODEL = "method.json", "model.safetensors"
 """The study's description as a site received it, and the tensors that belong to it."""

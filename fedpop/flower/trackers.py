@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedpop.errors import ExtraError, SettingsError
 from fedpop.run.callbacks import Callback
-from fedpop.run.mlflow import MLflow
-from fedpop.run.tensorboard import TensorBoard
+from fedpop.run.trackers import MLflow, TensorBoard
 
 if TYPE_CHECKING:
     from fedpop.federation.clients import Federation

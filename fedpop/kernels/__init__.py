@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from fedpop.decisions import Decision
 from fedpop.kernels.base import Kernel, Pass, State, Transition, Tuning, run
 from fedpop.kernels.exponential import Exponential
-from fedpop.kernels.hmc import HMC
-from fedpop.kernels.jumps import JumpHMC
+from fedpop.kernels.hmc import HMC, JumpHMC
 from fedpop.kernels.mala import MALA
 from fedpop.kernels.mass import Mass
 from fedpop.kernels.mass import decision as mass_decision

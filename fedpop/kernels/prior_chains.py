@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.kernels.base import Pass, Tuning, run
-from fedpop.kernels.jumps import JumpHMC
+from fedpop.kernels.hmc import JumpHMC
 from fedpop.kernels.target import Target
 from fedpop.keys import Key
 from fedpop.message import Tensors

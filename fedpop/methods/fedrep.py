@@ -30,8 +30,7 @@ from fedpop.methods.whole import WholeModel, require_data
 from fedpop.models.local import LinearLikelihood
 from fedpop.questions import Question
 from fedpop.questions.spectral import Spectral
-from fedpop.server.optimisers import Optimiser
-from fedpop.server.units import natural_units
+from fedpop.server.optimisers import Optimiser, natural_units
 
 HEADS = ("sgd", "exact")
 STARTS = ("random", "spectral")

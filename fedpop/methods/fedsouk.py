@@ -60,8 +60,7 @@ from fedpop.server import scoring
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging, aligner
 from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
-from fedpop.server.calibration import RATE_TRIAL_ROUNDS, largest_rate
-from fedpop.server.optimisers import SGD, Optimiser, Stage
+from fedpop.server.optimisers import RATE_TRIAL_ROUNDS, SGD, Optimiser, Stage, largest_rate
 
 USUAL_STEPS, STEPS_OF_DEEP = 10, 2
 """Transitions of a chain in a round where nothing is said: a step of a head costs little, one of parameters

@@ -31,7 +31,7 @@ from fedpop.priors import resolve as resolve_prior
 from fedpop.priors.base import NORM_REACH, Sets, moments
 from fedpop.questions import Question, starts
 from fedpop.questions.spectral import Spectral
-from fedpop.server.units import natural_units, redrawn
+from fedpop.server.optimisers import natural_units, redrawn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.methods.base import About
-from fedpop.methods.shared_part import SharedPart
+from fedpop.methods.fedper import SharedPart
 from fedpop.methods.whole import require_data
 
 

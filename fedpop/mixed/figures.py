@@ -12,8 +12,7 @@ from scipy import special
 from fedpop.errors import SettingsError
 from fedpop.extras import library
 from fedpop.mixed.table import pandas
-from fedpop.report.looks import METHODS
-from fedpop.report.style import new_axes, new_figure, styled
+from fedpop.report.style import METHODS, new_axes, new_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -30,9 +30,9 @@ from fedpop.mixed.families import Family
 from fedpop.mixed.gaussian import GaussianEngine
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.quadrature import QuadratureEngine, nodes_for
-from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.likelihoods import Normal as NormalNoise
+from fedpop.models.modules import blank
 from fedpop.models.weighted import Weighted
 from fedpop.population import Population
 from fedpop.priors import Normal

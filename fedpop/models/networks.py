@@ -11,8 +11,8 @@ from torch import nn
 from fedpop.checked import Factor, Few, OneOf, Seed, checked
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
-from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
+from fedpop.models.modules import blank
 
 __all__ = ["build", "cnn", "lenet", "mlp", "redraw"]
 

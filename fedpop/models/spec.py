@@ -10,22 +10,23 @@ import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fedpop.errors import CheckpointError
+from fedpop.entries import called, entry_named
+from fedpop.errors import CheckpointError, SettingsError
+from fedpop.federation.inputs import Example
 from fedpop.models import likelihoods
-from fedpop.models.augment import CropFlip
 from fedpop.models.base import Model
-from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
 from fedpop.models.custom import CustomModel
+from fedpop.models.image_layers import CropFlip, Standardise
 from fedpop.models.likelihoods import Likelihood
-from fedpop.models.modules import KeyedDropout
+from fedpop.models.modules import KeyedDropout, blank
 from fedpop.models.split import Split
-from fedpop.models.standardise import Standardise
 from fedpop.settings import class_of, describe, name_of, ours
 
 OURS: dict[str, type[nn.Module]] = {"CropFlip": CropFlip, "Standardise": Standardise}
@@ -268,3 +269,18 @@ def module_from(spec: dict[str, Any], device: str = "cpu") -> nn.Module:
         return module
     # Its values come from a file: random ones would only disturb the global generator.
     return cls(**args, device="meta") if device == "meta" else blank(cls, **args)
+
+
+def model_named(entry: str, example: Example, folder: str | Path | None = None, seed: int = 0) -> Model:
+    """The model; a function with an argument is given the number of inputs, or the shape of an example that
+    is not a row. Modules in ``folder`` come first. The seed decides first weights that torch draws."""
+    found = entry_named(entry, folder)
+    if inspect.isfunction(found):
+        shape = example.shapes[0]
+        found = called(entry, found, shape[0] if len(shape) == 1 else shape, seed)
+    if not isinstance(found, Model):
+        raise SettingsError(
+            f"{entry!r} is not a model, nor a function that makes one, but {type(found).__name__}: give a "
+            "fedpop.Composition, Split or CustomModel"
+        )
+    return found

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedpop.errors import SettingsError
 from fedpop.files import writable_folder, write_bytes
-from fedpop.report.looks import BLUE
-from fedpop.report.style import image_of, new_figure, root_scale, styled, whole_numbers
+from fedpop.report.style import BLUE, image_of, new_figure, root_scale, styled, whole_numbers
 
 FORMS = (".png", ".svg", ".pdf")
 MOST_NAMED_CLASSES = 20

@@ -5,10 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fedpop.report.looks import BLACK, BLUE, GREY, ORANGE, Look, colour, known_look
-from fedpop.report.looks import looks as looks_of
 from fedpop.report.marks import beside, drawable, legend, tell_what_is_missing
-from fedpop.report.style import log_x_axis, new_axes, styled, svg_of
+from fedpop.report.style import (
+    BLACK,
+    BLUE,
+    GREY,
+    ORANGE,
+    Look,
+    colour,
+    known_look,
+    log_x_axis,
+    new_axes,
+    styled,
+    svg_of,
+)
+from fedpop.report.style import looks as looks_of
 
 
 def curves(

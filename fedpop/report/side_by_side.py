@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedpop.report.looks import BLACK, Look
 from fedpop.report.marks import drawable, legend, tell_what_is_missing
-from fedpop.report.style import log_x_axis, new_axes, styled, svg_of
+from fedpop.report.style import BLACK, Look, log_x_axis, new_axes, styled, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,8 +1,12 @@
-"""A run that breaks down says so: no message is received any more, or theta is not finite."""
+"""How a run ends before its time: it breaks down (no message is received any more, or theta is not finite)
+and says so, or somebody presses Ctrl-C."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,3 +76,23 @@ def _first_left_out(history: Sequence[Mapping[str, Any]]) -> str:
         if metrics["left_out"]:
             return f" (client {metrics['left_out'][0]!r} was left out first, in round {metrics['round']})"
     return ""
+
+
+@contextmanager
+def patient_interrupts() -> Iterator[threading.Event]:
+    """Ctrl-C waits for the end of the round, so that a checkpoint can be written; twice stops at once."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+
+    def handler(number: int, frame: Any) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
 from fedpop.errors import CheckpointError, FedpopError, SettingsError, warn_user
-from fedpop.evaluation.validation import ValidationScore
+from fedpop.evaluation.scores import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
 from fedpop.files import WRONG_CONTENT, cannot_go_on, reading, remove_temporary, writable_folder, write_json
@@ -44,9 +44,8 @@ from fedpop.population.loading import require_fits
 from fedpop.questions import Question
 from fedpop.run import checkpoint as checkpoints
 from fedpop.run import deciding, stages
-from fedpop.run.breakdown import nobody, require_finite_theta, require_somebody
+from fedpop.run.breakdown import nobody, patient_interrupts, require_finite_theta, require_somebody
 from fedpop.run.callbacks import Callback
-from fedpop.run.guards import patient_interrupts
 from fedpop.run.lock import locked_folder
 from fedpop.run.members import Asking, LocalMembers, Members, roster_of
 from fedpop.run.metrics import Metrics

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedpop.checked import Factor, NotNegative, Positive, Whole
-from fedpop.errors import SettingsError
+from fedpop.errors import EstimateError, SettingsError
+from fedpop.keys import Key
+from fedpop.models.base import Model
 from fedpop.settings import Setting
 
 
@@ -337,3 +341,64 @@ class MeanMove(Optimiser):
             grad = self.momentum * state["velocity"] + grad
             state = {"velocity": grad}
         return x + self.rate * self.schedule.factor(k, rounds) * grad, state
+
+
+def natural_units(model: Model, phi: Tensor) -> Tensor:
+    """The natural size of a change of each coordinate of phi: its tensor's root mean square."""
+    overall = float(phi.square().mean().sqrt()) if phi.numel() else 1.0
+    unit = torch.ones_like(phi)
+    for name, span in model.phi_layout.spans().items():
+        size = float(phi[span].square().mean().sqrt())
+        # log-variances live on a scale of one; a tensor of zeros says nothing of its own scale.
+        known = 1.0 if name.startswith("likelihood.") else model.phi_layout.unit(name)
+        unit[span] = known or size or overall or 1.0
+    return unit
+
+
+def redrawn(model: Model, phi: Tensor, key: Key) -> Tensor:
+    """Another random start: every tensor drawn anew with its own mean and standard deviation."""
+    noise = key.normal(key.server(phi.device), (phi.numel(),), phi.dtype)[0]
+    out = phi.clone()
+    for span in model.phi_layout.spans().values():
+        part = phi[span]
+        if part.numel() > 1:
+            out[span] = part.mean() + part.std() * noise[span]
+    return out
+
+
+RATE_TRIAL_ROUNDS = 20
+
+
+def largest_rate(path_of: Callable[[float], list[float]], exact: bool) -> float:
+    """The largest power of ten of whose trial rounds none lowers the likelihood, by more than a hundredth of
+    what was gained or (where it is not ``exact``) by more than it fluctuates.
+
+    Where steps of a few clients are so noisy that every rate lowers it now and then, an exact likelihood may
+    fluctuate too, as long as something was gained. ``path_of(rate)`` gives the likelihood at the start and
+    after each trial round.
+    """
+    paths = {}
+    for exponent in range(1, -13, -1):
+        paths[exponent] = path_of(10.0**exponent)
+        if rises(paths[exponent], 0.0 if exact else fluctuation(paths[exponent])):
+            return 10.0**exponent
+    for exponent, path in paths.items():
+        if path[-1] > path[0] and rises(path, fluctuation(path)):
+            return 10.0**exponent
+    raise EstimateError(
+        "no step size from 10 down to 1e-12 kept the likelihood from falling over "
+        f"{RATE_TRIAL_ROUNDS} trial rounds; give a rate, or more local_steps, which make steps less noisy"
+    )
+
+
+def fluctuation(path: list[float]) -> float:
+    """Four times the median move of a round."""
+    moves = sorted(abs(new - old) for old, new in pairwise(path))
+    return 4 * moves[len(moves) // 2]
+
+
+def rises(path: list[float], noise: float) -> bool:
+    """Nothing is lost, in the end or in a round, but for so much noise and a hundredth of what is gained."""
+    gained = path[-1] - path[0]
+    tolerance = max(0.01 * gained, noise)
+    return gained >= -noise and all(new >= old - tolerance for old, new in pairwise(path))

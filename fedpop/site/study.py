@@ -27,8 +27,7 @@ from fedpop.message import Tensors
 from fedpop.methods import rebuild
 from fedpop.methods.base import Algorithm, ChecksData, Remembers, needs_everyone, role_of
 from fedpop.models.base import Model
-from fedpop.models.entry import model_named
-from fedpop.models.spec import model_from, model_spec
+from fedpop.models.spec import model_from, model_named, model_spec
 from fedpop.questions import Table
 from fedpop.questions.forms import example_from, plain_example, table_of
 from fedpop.settings import name_of

@@ -20,9 +20,9 @@ from fedpop.methods.dg_lmc import DGLMC
 from fedpop.methods.fedbe import FedBE
 from fedpop.methods.qlsd import QLSD
 from fedpop.report.html import Figure, Page, Section, Sheet
-from fedpop.report.looks import looks
 from fedpop.report.results import Record, Results
 from fedpop.report.side_by_side import reliabilities
+from fedpop.report.style import looks
 from fedpop.server.optimisers import Cosine
 from research import full_data
 from research.experiment import Asked, Experiment, Job

@@ -14,8 +14,8 @@ from fedpop.data.image_task import ImageTask
 from fedpop.message.compressors import QSGD, Compressor, Identity, Natural, RandK
 from fedpop.methods.fedsoul import FedSOUL
 from fedpop.report.html import Figure, Page, Section, Sheet
-from fedpop.report.looks import BLACK, BLUE, ORANGE, Look
 from fedpop.report.results import Record, Results, values
+from fedpop.report.style import BLACK, BLUE, ORANGE, Look
 from research import small_data
 from research.experiment import Asked, Experiment, Job
 from research.figures import points

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedpop.report.html import Figure, Page, Section, Sheet
-from fedpop.report.looks import METHODS
 from fedpop.report.results import Record, Results, mean, values
-from fedpop.report.style import new_figure, styled, svg_of
+from fedpop.report.style import METHODS, new_figure, styled, svg_of
 from research.mixed import pooling, run
 from research.mixed.run import TASKS, ReferenceTask
 from research.seeds import interval95

@@ -28,8 +28,8 @@ from fedpop.files import read_json, writable_folder, write_json
 from fedpop.models.predictive import Predictive
 from fedpop.population import Population
 from fedpop.report.html import Figure, Page, Section, Sheet
-from fedpop.report.looks import BLUE, ORANGE
 from fedpop.report.results import Record, Results
+from fedpop.report.style import BLUE, ORANGE
 from research.experiment import Asked, Experiment, Job
 from research.figures import densities
 from research.images import Cell, Run, after_title, average, budgets_of, jobs_of, methods, missing, shown

@@ -30,8 +30,8 @@ from fedpop.methods import FedAvg, FedSOUL
 from fedpop.methods.base import Algorithm
 from fedpop.methods.hierarchical import Hierarchical
 from fedpop.models import likelihoods
-from fedpop.models.blank import blank
 from fedpop.models.composition import Composition
+from fedpop.models.modules import blank
 from fedpop.population import Population
 from fedpop.priors.normal import Normal
 from fedpop.report.results import Record, mean, record

@@ -18,8 +18,8 @@ import fedpop as fp
 from fedpop.cli import main
 from fedpop.comparison.config import read_config, to_toml
 from fedpop.data.folder_task import FolderTask
-from fedpop.data.function_task import FunctionTask
 from fedpop.data.table_task import TableTask
+from fedpop.data.user_data import FunctionTask
 from fedpop.errors import DataError, SettingsError
 from fedpop.report.records import Report
 from fedpop.report.results import Results

@@ -20,7 +20,7 @@ from fedpop.evaluation.diagnostics import ChainsAndGradient
 from fedpop.evaluation.information import Information
 from fedpop.evaluation.marginal import MarginalLikelihood
 from fedpop.evaluation.newcomers import DataShare, NewcomerWidth
-from fedpop.evaluation.validation import ValidationScore
+from fedpop.evaluation.scores import ValidationScore
 from fedpop.flower.client import app
 from fedpop.flower.deployment import enrolled_members
 from fedpop.flower.remote import RemoteMembers, RoundTerms

@@ -17,8 +17,7 @@ from fedpop.flower.server_folder import ServerFolder
 from fedpop.flower.server_settings import deployment
 from fedpop.flower.trackers import RETRY_SECONDS, Tracked, trackers_of
 from fedpop.run.callbacks import Callback, EarlyStop
-from fedpop.run.mlflow import MLflow
-from fedpop.run.tensorboard import TensorBoard
+from fedpop.run.trackers import MLflow, TensorBoard
 from tests.flower.commands import Made
 
 

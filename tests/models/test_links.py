@@ -8,7 +8,7 @@ import torch
 import fedpop as fp
 from fedpop.errors import ModelError
 from fedpop.models.links import LINKS, LinkedLayout, positive, real, unit
-from fedpop.server.units import natural_units
+from fedpop.server.optimisers import natural_units
 
 WIDE = torch.float64
 

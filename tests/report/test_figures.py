@@ -6,8 +6,8 @@ import pytest
 
 from fedpop.methods import METHODS as ALGORITHMS
 from fedpop.report import plots, side_by_side
-from fedpop.report.looks import METHODS, known_look, looks
 from fedpop.report.marks import swarm
+from fedpop.report.style import METHODS, known_look, looks
 
 
 def words(svg: str) -> str:

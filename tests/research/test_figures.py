@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedpop.report.looks import looks
+from fedpop.report.style import looks
 from research import figures
 
 FIGURES = {

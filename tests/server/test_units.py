@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop.server.units import natural_units, redrawn
+from fedpop.server.optimisers import natural_units, redrawn
 from tests.helpers import generator, linear_model, seeded, train_key
 
 
