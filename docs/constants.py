@@ -390,6 +390,12 @@ TABLES: Mapping[str, Rows] = {
                 "where it finds (.9, .3)",
             ),
         },
+        "methods/pfedbayes.py": {
+            "ADAM": (
+                "what Adam keeps of gradients and of their squares in pFedBayes's steps, .9 and .999",
+                "published: those of the authors' code, which has torch's",
+            ),
+        },
         "methods/fedsouk.py": {
             "USUAL_STEPS, STEPS_OF_DEEP": (
                 "transitions of a chain in a round; `local_steps` overrides it",

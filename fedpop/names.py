@@ -31,6 +31,7 @@ from fedpop.methods import (
     LocalOnly,
     MaximumMarginalLikelihood,
     PerFedAvg,
+    PFedBayes,
     PFedFDA,
     PFedMe,
     PFedVEM,

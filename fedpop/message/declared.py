@@ -44,6 +44,7 @@ VECTORS: Mapping[str, Sent] = {
     "hessian": Sent("lower triangle of its Hessian"),
     "n": Sent("number of training examples"),
     "dw": Sent("move of the shared weights, times n"),
+    "dv": Sent("move of the means and scales of the shared posterior (pFedBayes), times n"),
     "dw^2": Sent("squares of that move, times n"),
     "dphi": Sent("move of the backbone, times n"),
     "dbody": Sent("move of the shared layers, times n"),

@@ -25,6 +25,7 @@ from fedpop.methods.lg_fedavg import LGFedAvg
 from fedpop.methods.local_only import LocalOnly
 from fedpop.methods.marginal_ml import MaximumMarginalLikelihood
 from fedpop.methods.per_fedavg import PerFedAvg
+from fedpop.methods.pfedbayes import PFedBayes
 from fedpop.methods.pfedfda import PFedFDA
 from fedpop.methods.pfedme import PFedMe
 from fedpop.methods.pfedvem import PFedVEM
@@ -60,6 +61,7 @@ __all__ = [
     "LGFedAvg",
     "LocalOnly",
     "MaximumMarginalLikelihood",
+    "PFedBayes",
     "PFedFDA",
     "PFedMe",
     "PFedVEM",
@@ -86,6 +88,7 @@ METHODS: dict[str, type[Algorithm]] = {
         FedDBE,
         PFedFDA,
         PFedVEM,
+        PFedBayes,
         Ditto,
         APFL,
         PerFedAvg,

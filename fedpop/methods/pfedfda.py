@@ -12,12 +12,13 @@ estimate and everybody's.
 
     LDA      z_k = (Sigma^-1 mu_k,  log pi_k - mu_k' Sigma^-1 mu_k / 2)
 
-The authors' code was read beside the paper. As there: classes that a client does not have keep mu, and a
-share of 1e-4; Sigma_i has the identity added (``ridge``); Sigma is mixed with a 1e-4th of its mean variance
-before it is inverted; a client with no class of two examples has b_i = 0. Otherwise than there: features are
-those of the trained body, once and without shifts or dropout, where theirs are gathered over the epochs
-while it moves; b_i is searched for on a grid, where theirs is found by L-BFGS from (.5, .5); the last round
-does not wait for everybody.
+The authors' code was read beside the paper. As there: classes of which a client has too few examples
+(``fewest``) keep mu, those that it does not have a share of 1e-4; Sigma_i has the identity added (``ridge``);
+Sigma is mixed with a 1e-4th of its mean variance before it is inverted; a client with no class of two
+examples has b_i = 0. Otherwise than there: features are those of the trained body, once and without shifts or
+dropout, where theirs are gathered over the epochs while it moves (an example counts once in each, so that few
+become enough; not so where they predict); b_i is searched for on a grid, where theirs is found by L-BFGS from
+(.5, .5); the last round does not wait for everybody.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedpop.checked import Positive
+from fedpop.checked import Count, Positive
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.client.losses import body_loss, finite, training_cost
 from fedpop.errors import SettingsError
@@ -76,12 +77,13 @@ def lda(classes: Classes, log_share: Tensor) -> Tensor:
     return torch.cat((weight, (log_share - 0.5 * (means * weight).sum(-1)).unsqueeze(-1)), dim=-1)
 
 
-def estimated(f: Tensor, y: Tensor, shared: Classes, ridge: float) -> Classes:
-    """From a client's features ``[n, q]`` and labels ``[n]``; its other classes keep the shared mean."""
+def estimated(f: Tensor, y: Tensor, shared: Classes, ridge: float, fewest: int) -> Classes:
+    """From a client's features ``[n, q]`` and labels ``[n]``; classes of fewer examples keep the shared mean,
+    around which these then lie."""
     k, q = shared.means.shape
     one_hot = torch.nn.functional.one_hot(y, k).to(f.dtype)
     count = one_hot.sum(0).unsqueeze(1)
-    means = torch.where(count > 0, one_hot.mT @ f / count.clamp(min=1), shared.means)
+    means = torch.where(count >= fewest, one_hot.mT @ f / count.clamp(min=1), shared.means)
     centred = f - means[y]
     eye = torch.eye(q, dtype=f.dtype, device=f.device)
     return Classes(means, centred.mT @ centred / max(len(y) - 1, 1) + ridge * eye)
@@ -98,7 +100,7 @@ def folds(y: Tensor, uniform: Tensor) -> Tensor:
 
 
 def interpolation(
-    f: Tensor, y: Tensor, shared: Classes, log_share: Tensor, fold: Tensor, ridge: float
+    f: Tensor, y: Tensor, shared: Classes, log_share: Tensor, fold: Tensor, ridge: float, fewest: int
 ) -> Tensor:
     """b ``[2]``: the first pair of the grid under which held-out examples are most probable; 0 where there
     is nothing to hold out."""
@@ -108,7 +110,7 @@ def interpolation(
     loss = f.new_zeros((GRID, GRID))
     for part in range(FOLDS):
         inside, outside = (fold >= 0) & (fold != part), fold == part
-        own = estimated(f[inside], y[inside], shared, ridge)
+        own = estimated(f[inside], y[inside], shared, ridge, fewest)
         heads = lda(shared.towards(own, at.unsqueeze(1), at), log_share)  # [GRID, GRID, K, q + 1]
         eta = f[outside] @ heads[..., :-1].mT + heads[..., -1].unsqueeze(-2)
         loss -= torch.log_softmax(eta, -1)[..., torch.arange(len(eta[0, 0])), y[outside]].mean(-1)
@@ -127,6 +129,8 @@ class PFedFDA(Paced, WholeModel):
             one batch.
         ridge: What is added to every variance of a client's own covariance of features; 1 by default, as
             in the authors' code.
+        fewest: Examples of a class that a client needs for a mean of its own; 3 by default, as in the
+            authors' code.
         schedule: What the rates of local steps are multiplied by over the rounds, such as
             ``fp.steps.Cosine()``; ``fp.steps.Constant()`` by default.
         compressor: Of n_i (phi_i - phi), which clients send: one of ``fp.compressors`` or its name, or a
@@ -147,6 +151,7 @@ class PFedFDA(Paced, WholeModel):
 
     local: LocalSGD = field(default_factory=LocalSGD)
     ridge: Positive = 1.0
+    fewest: Count = 3
 
     name: ClassVar[str] = "pFedFDA"
     of_classes: ClassVar[bool] = True
@@ -217,8 +222,8 @@ class PFedFDA(Paced, WholeModel):
         if not bool(torch.isfinite(f).all()):
             return Classes(*(torch.full_like(t, torch.nan) for t in shared))
         log_share, fold = self.log_share(one), folds(one.y, uniform)
-        b = interpolation(f, one.y, shared, log_share, fold, self.ridge)
-        return shared.towards(estimated(f, one.y, shared, self.ridge), *b)
+        b = interpolation(f, one.y, shared, log_share, fold, self.ridge, self.fewest)
+        return shared.towards(estimated(f, one.y, shared, self.ridge, self.fewest), *b)
 
     def log_share(self, one: Cohort) -> Tensor:
         """log pi ``[K]`` of one client; all alike without data."""

@@ -26,10 +26,36 @@ from fedpop.keys import Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Facts
 from fedpop.methods.whole import WholeModel, split_w
+from fedpop.models.base import Model
 from fedpop.models.likelihoods import Params
 from fedpop.models.predictive import Predictive
 
 _SLOT = "sample."
+
+
+def outputs_of_networks(model: Model, samples: Tensor, x: Inputs) -> Tensor:
+    """Head outputs ``[S, n, o]`` of whole models ``[S, D]``, each with its own phi."""
+    each = split_w(model, samples)
+    with torch.no_grad():
+        if not model.phi_layout.size:
+            return model.outputs_at(each["phi"][0], each["z"], x)
+        pairs = zip(each["phi"], each["z"], strict=True)
+        return torch.cat([model.outputs_at(phi, z.unsqueeze(0), x) for phi, z in pairs])
+
+
+def params_of_networks(model: Model, samples: Tensor) -> Params:
+    """The likelihood's own parameters in each of whole models, ``[S, 1, 1]``."""
+    own = [model.params(phi) for phi in split_w(model, samples)["phi"]]
+    return {name: torch.stack([p[name] for p in own]).reshape(-1, 1, 1) for name in own[0]}
+
+
+def log_mean_of_networks(model: Model, samples: Tensor, cohort: Cohort) -> Tensor:
+    """log of the mean over whole models of p(y_j | x_j, w), of every example of a cohort."""
+    each, log_prob = split_w(model, samples), []
+    with torch.no_grad():
+        for phi, z in zip(each["phi"], each["z"], strict=True):
+            log_prob.append(model.log_prob(phi, z.unsqueeze(0), model.features(phi, cohort), cohort.y))
+    return (torch.logsumexp(torch.cat(log_prob), 0) - math.log(len(log_prob))).double()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +83,11 @@ class Ensemble(WholeModel):
 
     def outputs(self, samples: Tensor, x: Inputs) -> Tensor:
         """Head outputs ``[S, n, o]``, each sample with its own phi."""
-        each = split_w(self.model, samples)
-        with torch.no_grad():
-            if not self.model.phi_layout.size:
-                return self.model.outputs_at(each["phi"][0], each["z"], x)
-            pairs = zip(each["phi"], each["z"], strict=True)
-            return torch.cat([self.model.outputs_at(phi, z.unsqueeze(0), x) for phi, z in pairs])
+        return outputs_of_networks(self.model, samples, x)
 
     def likelihood_params(self, samples: Tensor) -> Params:
         """The likelihood's own parameters in each sample, ``[S, 1, 1]``."""
-        own = [self.model.params(phi) for phi in split_w(self.model, samples)["phi"]]
-        return {name: torch.stack([p[name] for p in own]).reshape(-1, 1, 1) for name in own[0]}
+        return params_of_networks(self.model, samples)
 
     def predict(self, published: Tensors, personal: Tensors, x: Inputs, key: Key) -> Predictive:
         samples = published["samples"]
@@ -77,13 +97,7 @@ class Ensemble(WholeModel):
     def score(
         self, published: Tensors, cohort: Cohort, held_out: Cohort, local: Tensors, key: Key
     ) -> tuple[Tensor, Tensor]:
-        each = split_w(self.model, published["samples"])
-        log_prob = []
-        with torch.no_grad():
-            for phi, z in zip(each["phi"], each["z"], strict=True):
-                features = self.model.features(phi, held_out)
-                log_prob.append(self.model.log_prob(phi, z.unsqueeze(0), features, held_out.y))
-        mixture = (torch.logsumexp(torch.cat(log_prob), 0) - math.log(len(log_prob))).double()
+        mixture = log_mean_of_networks(self.model, published["samples"], held_out)
         own = mixture.new_zeros(len(held_out)).index_add(0, held_out.owner, mixture)
         return own, held_out.sizes.double()
 

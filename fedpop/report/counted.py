@@ -16,6 +16,7 @@ COUNTED: dict[str, tuple[int, int]] = {
     "FedDBE": (27, 3),
     "pFedFDA": (29, 0),
     "pFedVEM": (36, 6),
+    "pFedBayes": (48, 48),
     "Ditto": (24, 24),
     "APFL": (24, 49),
     "Per-FedAvg": (24, 0),

@@ -147,6 +147,7 @@ def by_formula(memory: str, d: int, d_phi: int, draws: int = COUNTED_DRAWS) -> i
     """The number that a formula in M, d, d_phi and q, the features of a small model, stands for."""
     known = {
         "d + d_phi": d + d_phi,
+        "2 (d + d_phi)": 2 * (d + d_phi),
         "M (d + d_phi)": draws * (d + d_phi),
         "M d + d_phi": draws * d + d_phi,
         "q + d + d_phi": FEATURES + d + d_phi,

@@ -129,6 +129,7 @@ METHODS: dict[str, Look] = {
     "pFedFDA": ("#882255", "-"),
     "pFedVEM": ("#332288", "-."),
     "FedDBE": ("#999933", "-."),
+    "pFedBayes": ("#661100", "--"),
     "Exact": (BLACK, "-"),
     "Truth": (BLACK, "-"),
     "Normal": (BLUE, "-"),

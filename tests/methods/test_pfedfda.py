@@ -55,18 +55,23 @@ def test_the_head_is_bayes_rule_for_normal_classes() -> None:
     torch.testing.assert_close(found, by_bayes(f, *classes, share), **CLOSE)
 
 
-def by_hand(f: Tensor, y: Tensor, shared: Classes, ridge: float) -> Classes:
-    means = [f[y == k].mean(0) if bool((y == k).any()) else shared.means[k] for k in range(len(shared.means))]
+def by_hand(f: Tensor, y: Tensor, shared: Classes, ridge: float, fewest: int) -> Classes:
+    enough = [int((y == k).sum()) >= fewest for k in range(len(shared.means))]
+    means = [f[y == k].mean(0) if enough[k] else shared.means[k] for k in range(len(shared.means))]
     scatter = sum(torch.outer(v - means[k], v - means[k]) for v, k in zip(f, y.tolist(), strict=True))
     return Classes(torch.stack(means), scatter / (len(y) - 1) + ridge * torch.eye(f.shape[1], dtype=WIDE))
 
 
-def test_moments_and_interpolation_are_those_by_hand() -> None:
+@pytest.mark.parametrize("fewest", [1, 3])
+def test_moments_and_interpolation_are_those_by_hand(fewest: int) -> None:
+    """With folds of two examples of a class among them, which three are asked of."""
     shared, share = some(), torch.tensor([0.5, 0.49, 0.01], dtype=WIDE)
     g = generator(3)
     y = torch.tensor([0, 1, 0, 0, 1, 2, 1, 1, 0, 1])
     f = torch.randn(10, 2, generator=g, dtype=WIDE) + torch.tensor([[2.0], [-2.0], [0.0]], dtype=WIDE)[y]
-    for found, expected in zip(estimated(f, y, shared, 0.3), by_hand(f, y, shared, 0.3), strict=True):
+    for found, expected in zip(
+        estimated(f, y, shared, 0.3, fewest), by_hand(f, y, shared, 0.3, fewest), strict=True
+    ):
         torch.testing.assert_close(found, expected, **CLOSE)
     fold = folds(y, torch.rand(10, generator=g))
     assert int(fold[5]) == -1  # the only one of its class
@@ -78,14 +83,14 @@ def test_moments_and_interpolation_are_those_by_hand() -> None:
             loss = 0.0
             for p in (0, 1):
                 inside, outside = (fold >= 0) & (fold != p), fold == p
-                own = by_hand(f[inside], y[inside], shared, 0.3)
+                own = by_hand(f[inside], y[inside], shared, 0.3, fewest)
                 means = i * own.means + (1 - i) * shared.means
                 covariance = j * own.covariance + (1 - j) * shared.covariance
                 probs = by_bayes(f[outside], means, covariance, share)
                 loss -= float(probs[torch.arange(len(probs)), y[outside]].log().mean())
             best = min(best or (loss, i, j), (loss, i, j))
     assert best is not None
-    found = interpolation(f, y, shared, share.log(), fold, 0.3)
+    found = interpolation(f, y, shared, share.log(), fold, 0.3, fewest)
     torch.testing.assert_close(found, torch.tensor(best[1:], dtype=WIDE), **CLOSE)
 
 
@@ -95,11 +100,12 @@ def test_clusters_of_its_own_are_believed_and_single_examples_are_not() -> None:
     f = torch.randn(200, 2, generator=generator(4), dtype=WIDE) + 5 * shared.means.roll(1, 0)[y]
     share = torch.full((3,), 1 / 3, dtype=WIDE).log()
     fold = folds(y, torch.rand(200, generator=generator(6)))
-    b = interpolation(f, y, shared, share, fold, 1.0)
+    b = interpolation(f, y, shared, share, fold, 1.0, 3)
     assert b[0] > 0.8
     three = torch.tensor([2, 0, 1])
     assert torch.equal(
-        interpolation(f[three], y[three], shared, share, folds(y[three], torch.rand(3)), 1.0), b.new_zeros(2)
+        interpolation(f[three], y[three], shared, share, folds(y[three], torch.rand(3)), 1.0, 1),
+        b.new_zeros(2),
     )
 
 
@@ -129,9 +135,9 @@ def test_a_round_is_torchs_sgd_under_the_shared_classifier() -> None:
             with torch.no_grad():
                 f = body(x)
             uniform = train_key().at(purpose="folds").uniform(cohort.units[:1], (n,))[0]
-            b = interpolation(f, y, shared, log_share, folds(y, uniform), 1.0)
+            b = interpolation(f, y, shared, log_share, folds(y, uniform), 1.0, 3)
             assert bool((b > 0).any())
-            own = shared.towards(by_hand(f, y, shared, 1.0), *b)
+            own = shared.towards(by_hand(f, y, shared, 1.0, 3), *b)
         sums["dphi"] += n * (moved - start)
         sums["means"] += n * own.means.flatten()
         sums["covariance"] += n * own.covariance.flatten()

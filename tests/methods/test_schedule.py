@@ -32,6 +32,7 @@ PACED = {
     "FedBABU": lambda sgd, **more: fp.FedBABU(linear_model(), local=sgd, **more),
     "PFedFDA": lambda sgd, **more: fp.PFedFDA(two_classes(), local=sgd, **more),
     "PFedVEM": lambda sgd, **more: fp.PFedVEM(linear_model(), head=sgd, body=sgd, **more),
+    "PFedBayes": lambda sgd, **more: fp.PFedBayes(linear_model(), local=sgd, **more),
     "FedDBE": lambda sgd, **more: fp.FedDBE(linear_model(), local=sgd, **more),
     "FedBE": lambda sgd, **more: fp.FedBE(linear_model(), local=sgd, **more),
 }
