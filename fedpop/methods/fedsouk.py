@@ -16,10 +16,18 @@ phi is frozen while a chain runs, so features are computed once, and J is one ba
 backbone whatever M. The paper's FedSOUL is FedSOUK with Langevin steps (``FedSOUL.paper()``, to the letter);
 ``FedSOUL`` chooses kernel and engine by the head.
 
-    Q        kernels/base.py ``Kernel.run``, called by client/sampler.py, which has I too (``scores``)
-    J        client/phi_step.py ``PhiWork``; what is compressed is ``compressed`` below
-    b/|A|    message/message.py ``Total.scale``, in ``Total.estimate``
-    eta1     server/beta_step.py, eta2 server/optimisers.py; Proj priors/base.py ``into_ball``, ``project``
+The algorithm's lines, and where they are:
+
+    3          ``FedSOUK.broadcast``
+    5 to 8     client/sampler.py ``Sampler.enter``, and ``Sampler.run``, which starts where a chain stands
+    10 to 15   kernels/base.py ``run``, called by ``Sampler.run``; the Langevin step is kernels/ula.py
+    17         I: ``Sampler.scores``
+    18         J: client/phi_step.py ``PhiWork``
+    19         C: message/channel.py, of the vectors named in ``compressed``
+    21, 22     ``FedSOUK.server_round``: what is in brackets is ``_gradients``, with b/|A| from
+               message/message.py ``Total.estimate``; eta1 is server/beta_step.py, eta2
+               server/optimisers.py; Proj priors/base.py ``into_ball`` and ``Prior.project``
+    24         ``FedSOUK.publish``, and hierarchical.py ``personalise``
 """
 
 from __future__ import annotations
@@ -46,7 +54,7 @@ from fedpop.decisions import Decision
 from fedpop.errors import PrivacyError, SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import map_inputs
-from fedpop.kernels import Kernel, Tuning, prior_chains, resolve_kernel
+from fedpop.kernels import Kernel, Target, Tuning, prior_chains, resolve_kernel
 from fedpop.keys import Key
 from fedpop.message import Answer, Tensors, Total
 from fedpop.message.message import prefixed, unprefixed
@@ -261,34 +269,43 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     def _answers(self, round: Round, cohort: Cohort, local: Tensors, steps: int) -> Iterator[Answer]:
         """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
         broadcast, key, wanted = round.broadcast, round.key, round.coefficients
-        drawn = not self.chain.rao_blackwell
+        phi, beta, states = broadcast["phi"], broadcast["beta"], broadcast.get("states")
         noise = float(broadcast["noise"]) if "noise" in broadcast else None  # while it is annealed
-        model = self.model.at_noise(noise)
-        phi, beta = broadcast["phi"], broadcast["beta"]
+        model, drawn = self.model.at_noise(noise), not self.chain.rao_blackwell
+        # phi is frozen while chains run: features are computed once, and chains see no graph.
         work = PhiWork.of(model, self.on_phi, phi, cohort, key, wanted is not None, drawn)
         features = map_inputs(Tensor.detach, work.features)
         target = self.hierarchy.target(phi, beta, features, cohort, work.keys, noise)
-        done = self.sampler.run(target, local, cohort, steps, key, broadcast.get("states"))
+
+        done = self.sampler.run(target, local, cohort, steps, key, states)  # lines 5 to 15
         draws = done.draws.flatten(1, 2)
-        vectors = {"I": self.sampler.scores(target, done, draws, self.on_beta.form)}
-        good = self.sampler.fit_to_send(target, done, vectors["I"])
-        curvature = target.likelihood_curvature()
-        if curvature is not None and self.on_beta.wants_curvature(self.hierarchy):
-            vectors["curvature"] = curvature
-        if self.on_phi.local is not None:
-            vectors["examples"] = cohort.sizes.to(draws.dtype).unsqueeze(1)
+        i = self.sampler.scores(target, done, draws, self.on_beta.form)  # line 17
+        good = self.sampler.fit_to_send(target, done, i)
         new = self.sampler.states(done, local, beta, good)
-        moments = None if drawn else target.moments()
+
+        vectors = {"I": i} | self._beside(target, cohort, i)
         passes = self.on_phi.passes(cohort, work.once)
         price = chain_cost(cohort, done, self.chain.chains, self.sampler.kernel.batch_size, passes)
+        moments = None if drawn else target.moments()
         if work.fused and wanted is not None:
-            good, value, j = work.summed(moments, draws, good, wanted, done.evaluated)
+            good, value, j = work.summed(moments, draws, good, wanted, done.evaluated)  # line 18, summed
             yield Answer(good, vectors, new, price(value, good, None), sums={"J": j})
             return
-        for rows, value, j, whole in work.blocks(moments, draws, target, broadcast.get("phi_rate")):
+        for rows, value, j, whole in work.blocks(
+            moments, draws, target, broadcast.get("phi_rate")
+        ):  # line 18
             own = {n: v[rows] for n, v in vectors.items()} | {"J": j}
-            states, fit = {n: v[rows] for n, v in new.items()}, good[rows] & whole
-            yield Answer(fit, own, states, price(value, fit, rows), rows=rows)
+            stored, fit = {n: v[rows] for n, v in new.items()}, good[rows] & whole
+            yield Answer(fit, own, stored, price(value, fit, rows), rows=rows)
+
+    def _beside(self, target: Target, cohort: Cohort, like: Tensor) -> Tensors:
+        """What some steps on beta and phi need beside I and J: a curvature, and numbers of examples."""
+        out = Tensors()
+        if self.on_beta.wants_curvature(self.hierarchy) and (c := target.likelihood_curvature()) is not None:
+            out["curvature"] = c
+        if self.on_phi.local is not None:
+            out["examples"] = cohort.sizes.to(like.dtype).unsqueeze(1)
+        return out
 
     # --- the server's step: lines 21 and 22 --------------------------------------------------
 
