@@ -21,7 +21,7 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Active, Participation, Roster
 from fedpop.flower.aggregation import Aggregated, Aggregator
 from fedpop.flower.requests import TRIAL, Request, digest_for, digest_of, versions
-from fedpop.flower.secure_sums import ROUND, SecureSums, SecureTerms, total_of
+from fedpop.flower.secure_sums import SecureSums, SecureTerms, total_of
 from fedpop.flower.site_records import (
     ActivePart,
     SiteRecord,
@@ -469,7 +469,7 @@ class RemoteMembers(Members):
         sharing = 0 if round.private is None else round.private.sharing
         timeout = self._terms.timeout
         if self._study.needs_everyone:
-            found = self._secure.everyone(ROUND, requests, timeout, self._back, True, sharing)
+            found = self._secure.everyone(requests, timeout, self._back, True, sharing)
         else:
             again = {"ratio": active.ratio, "sites": {n: (p.units, p.weight) for n, p in parts.items()}}
             found = self._secure.round(round.number, requests, again, sharing, timeout, enough, self._back)
@@ -665,9 +665,7 @@ class RemoteMembers(Members):
         }
         early = asking.models is None and self._round < 0
         required = question.quorum == 1.0 or early
-        found = self._secure.everyone(
-            f"ask/{question.name}", asked, self._terms.timeout, self._back, required
-        )
+        found = self._secure.everyone(asked, self._terms.timeout, self._back, required)
         assert found.message is not None
         total = total_of(found.message, {}, self.units, False, self.device)
         return Aggregated(total, {}, frozenset(found.heard))

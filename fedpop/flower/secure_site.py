@@ -36,7 +36,7 @@ from fedpop.flower.requests import Request, digest_for_all, headed
 from fedpop.message import Message, Payload
 from fedpop.message.summed import form_of, packed
 from fedpop.privacy import secure
-from fedpop.privacy.secure import Attempt, Memory, Policy, Session
+from fedpop.privacy.secure import Attempt, Memory, Mode, Policy, Session
 from fedpop.privacy.site_noise import PrivateRound
 from fedpop.site.refusal import Code, Refusal
 
@@ -47,6 +47,8 @@ SESSION, MEMORY, COHORTS = "session", "memory", "cohorts.jsonl"
 WRITTEN_SECONDS = 60.0
 """How far a file's time of change may be from the time that it says: a copy that is put back has a later one.
 """
+QUESTION = "ask"
+"""The kind of requests that are questions."""
 MASKED, UNMASKED = "masked", "unmasked"
 """Names of what travels: words under masks, and what opens their sum."""
 TODO = "its operator compares fingerprints and runs fedpop site trust"
@@ -103,8 +105,9 @@ class SecureSite:
         if (self._records / SESSION).exists():
             log.warning("%s: records of secure sums are not as they were left here: a new session", self.run)
         session = Session.begin(self.run, self.name, identity_of(self.folder))
-        self._write(MEMORY, Memory().packed())
+        # In this order: an old session beside an empty memory would mask something twice.
         self._write(SESSION, session.packed())
+        self._write(MEMORY, Memory().packed())
         return session
 
     @property
@@ -131,11 +134,19 @@ class SecureSite:
 
     # --- an attempt --------------------------------------------------------------------------
 
-    def attempt(self, request: Request) -> Attempt:
-        """The attempt that a request is part of; raises where it is about something else than was sent."""
+    def attempt(self, request: Request, needs_everyone: bool) -> Attempt:
+        """The attempt that a request is part of; raises where it is about something else than was sent, or in
+        the mode of something else: one round under two names, say, would be two sums over other sites."""
         attempt = Attempt.of(request.header["secure"]["attempt"])
         if attempt.broadcast != digest_for_all(request):
             raise Refusal("what was sent is not what the attempt says", Code.DAMAGED)
+        mode = Mode.EVERYONE if needs_everyone or request.kind == QUESTION else Mode.DROP_OUT
+        if attempt.mode is not mode:
+            raise SecureSumError(f"this is summed in mode {mode}, not {attempt.mode}")
+        if (attempt.kind, attempt.index) != (kind_of(request), index_of(request, mode)):
+            raise SecureSumError(
+                f"the attempt is at {attempt.kind} {attempt.index}, and not at what was sent with it"
+            )
         session = self.session
         if session.site in attempt.sites and session.offer not in attempt.offers:
             raise Refusal("this site's session is another one: greet it first", Code.STRANGER)
@@ -206,13 +217,26 @@ def sealed(about: Mapping[str, Any], name: str, data: bytes) -> Message:
     return replace(headed(about), payloads={name: Payload(name, len(data), data)})
 
 
+def kind_of(request: Request) -> str:
+    """The kind of attempts at what is asked."""
+    return f"{QUESTION}/{request.header['question']}" if request.kind == QUESTION else request.kind
+
+
+def index_of(request: Request, mode: Mode) -> int:
+    """Which attempts of a kind are at the same: a round's, or whatever everyone is told."""
+    if mode is Mode.EVERYONE:
+        return int.from_bytes(digest_for_all(request)[:6], "big")
+    return int(request.header["round"])
+
+
 def topic_of(formula: bool, request: Request) -> str:
-    """What a question's sum is about: all that is asked for a formula is made of the same products; any other
-    question that is put in the same words has the same numbers in it."""
-    if formula:
-        return "formulas"
-    about = {n: v for n, v in request.header.items() if n in ("question", "description", "models")}
-    return digest_for_all(Request("ask", about, request.tensors)).hex()[:32]
+    """What a sum of everyone is about. All that is asked for formulas, or from no model before the rounds, is
+    made of the same rows, in whatever words it is put; anything else is about the theta that was sent."""
+    if formula or (request.kind == QUESTION and request.header["models"] is None):
+        return "rows"
+    names = () if request.kind != QUESTION else ("question", "description", "models")
+    about = {n: v for n, v in request.header.items() if n in names}
+    return digest_for_all(Request(request.kind, about, request.tensors)).hex()[:32]
 
 
 # --- whom a site trusts --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch
 from fedpop.errors import EstimateError, PayloadError, SecureSumError, SettingsError
 from fedpop.files import read_sealed, write_sealed
 from fedpop.flower.requests import Request, digest_for_all, require_answer, versions
-from fedpop.flower.secure_site import MASKED, UNMASKED
+from fedpop.flower.secure_site import MASKED, UNMASKED, index_of, kind_of
 from fedpop.flower.transport import Enough, Transport
 from fedpop.message import Aggregate, Guard, Message, Tensors, Total
 from fedpop.message.fixed_point import FixedPoint, learned
@@ -33,8 +33,6 @@ RECORD = "attempt.json"
 """In the run's folder: the attempt of its last round."""
 UNMASK_SECONDS = 5.0
 """Seconds that answers which are not needed any more are waited for: who still works is not asked next."""
-ROUND = "train"
-"""The kind of attempts at rounds; those at questions are of other kinds."""
 Back = Callable[[Collection[str], float], bool]
 """Whether these sites are there again, before so many seconds are over."""
 
@@ -114,19 +112,19 @@ class SecureSums:
         """A site is in the session in which it was asked."""
         return self._offers([name]) != () and self._offers([name])[0] in attempt.offers
 
-    def _attempt(
-        self, kind: str, index: int, mode: Mode, requests: Mapping[str, Request], sharing: int
-    ) -> Attempt:
+    def _attempt(self, mode: Mode, requests: Mapping[str, Request], sharing: int) -> Attempt:
         """A new attempt over those who are asked."""
+        first = next(iter(requests.values()))
         numbers = [
             int(self._transport.sites[n].header["attempt"]) for n in requests if n in self._transport.sites
         ]
         self._number = max([self._number, *numbers]) + 1
         colluders = self.terms.policy.colluders(len(requests))
         minimum = max(self.terms.policy.minimum_sites, sharing + colluders)
-        broadcast = digest_for_all(next(iter(requests.values())))
-        offers = self._offers(requests)
-        return Attempt(self._run, kind, index, self._number, mode, broadcast, offers, colluders, minimum)
+        return Attempt(
+            self._run, kind_of(first), index_of(first, mode), self._number, mode, digest_for_all(first),
+            self._offers(requests), colluders, minimum,
+        )  # fmt: skip
 
     def round(
         self,
@@ -153,7 +151,7 @@ class SecureSums:
         if len(requests) < self.terms.policy.minimum_sites:
             return _unopened(requests, f"{len(requests)} site(s) are too few for a secure sum")
         if attempt is None:
-            attempt = self._attempt(ROUND, index, Mode.DROP_OUT, requests, sharing)
+            attempt = self._attempt(Mode.DROP_OUT, requests, sharing)
             self._record(index, parts, attempt)
         whole = len(heard) if heard else attempt.least
         found = self._heard(attempt, requests, timeout, enough, back, whole)
@@ -237,7 +235,6 @@ class SecureSums:
 
     def everyone(
         self,
-        kind: str,
         requests: Mapping[str, Request],
         timeout: float,
         back: Back,
@@ -247,7 +244,6 @@ class SecureSums:
         """A sum in mode everyone: repeated until all have answered; where they are not all ``required``,
         those who do not in time, or refuse, are left out of a further attempt."""
         asked, reasons = dict(requests), dict[str, str]()
-        index = int.from_bytes(digest_for_all(next(iter(asked.values())))[:6], "big") if asked else 0
         while True:
             if len(asked) < self.terms.policy.minimum_sites:
                 why = f"{len(asked)} site(s) are too few for a secure sum"
@@ -259,7 +255,7 @@ class SecureSums:
                 reasons |= dict.fromkeys(away, "it is not there")
                 asked = {n: r for n, r in asked.items() if n not in away}
                 continue
-            attempt = self._attempt(kind, index, Mode.EVERYONE, asked, sharing)
+            attempt = self._attempt(Mode.EVERYONE, asked, sharing)
             replies, out, again = self._everyones(attempt, asked, timeout, back, required)
             if again:
                 continue

@@ -395,7 +395,8 @@ class SiteExperiment:
         if digest != request.header["digest"]:
             raise Refusal("theta did not arrive as it was sent", Code.DAMAGED)
         terms = request.header.get("secure")
-        attempt = None if terms is None else self.secure.attempt(request)
+        everyone = self.study.needs_everyone
+        attempt = None if terms is None else self.secure.attempt(request, everyone)
         header = {"site": self.site.name, "experiment": self.name, "round": number, "digest": digest}
         if attempt is not None and (again := self.secure.again(attempt)) is not None:
             log.info("%s: round %d again, the same reply", self.name, number)
@@ -442,7 +443,8 @@ class SiteExperiment:
         self.secure.require_shared(attempt, bounded)
         guard = None if bounded else guard_for(method, request.tensors, messages, True)
         norms = () if guard is None else guard.names
-        return sealed(header, MASKED, self.secure.reply(attempt, message, method.sends, norms))
+        topic = topic_of(False, request) if everyone else ""
+        return sealed(header, MASKED, self.secure.reply(attempt, message, method.sends, norms, None, topic))
 
     def _both_sides(self, sites: Sites, work: Work, now: Round) -> tuple[LocalStore, LocalStore]:
         """States before a round (which hold what units enter with, as long as they have not) and after it,
@@ -471,7 +473,9 @@ class SiteExperiment:
         self._require_rows(question)
         about = {"site": self.site.name, "experiment": self.name, "question": question.name}
         terms = header.get("secure")
-        attempt = None if terms is None or "attempt" not in terms else self.secure.attempt(request)
+        attempt = None if terms is None or "attempt" not in terms else self.secure.attempt(request, True)
+        if attempt is not None:
+            self._require_plain(question, header)
         if attempt is not None and (again := self.secure.again(attempt)) is not None:
             return sealed(about, MASKED, again)
         state = self.stored_state(last_counted)
@@ -512,6 +516,14 @@ class SiteExperiment:
         return sealed(
             about, MASKED, self.secure.reply(attempt, work.message, question.sends, (), also, topic)
         )
+
+    def _require_plain(self, question: Question[Any], header: Mapping[str, Any]) -> None:
+        """Raise where a question's sum would be another one than its words say, or its difference to an
+        earlier one that of a few units."""
+        if question.name != header["question"]:
+            raise SecureSumError(f"the question {header['question']!r} is {question.name!r}")
+        if header.get("units") is not None and header["models"] is None and not question.closes:
+            raise SecureSumError("a sum of some units, beside one of all, would tell of the others")
 
     def _suppressing(self, question: Question[Any]) -> Question[Any]:
         """The question with this site's own minimum, where a formula's asks for smaller cells. (The

@@ -11,17 +11,21 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Message as FlowerMessage
+from torch import nn
 
+import fedpop as fp
 from fedpop.errors import SecureSumError
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.records import message_from_record, request_from_record, request_to_record
+from fedpop.flower.remote import RoundTerms
 from fedpop.flower.requests import Request, digest_for, digest_for_all, digest_of, versions
 from fedpop.message import Message
 from fedpop.privacy import secure
-from fedpop.privacy.secure import Attempt, Offer, Session
+from fedpop.privacy.secure import Attempt, Mode, Offer, Session
 from tests.flower.local_grid import LocalGrid
-from tests.flower.secured import planned, secured
-from tests.flower.sites import transport_on
+from tests.flower.secured import planned, secured, sites
+from tests.flower.sites import deployment, transport_on
+from tests.helpers import seeded
 
 pytest.importorskip("Crypto")
 
@@ -44,11 +48,11 @@ class Cheat:
         """What an honest server would ask next."""
         return replace(self.attempt, index=self.attempt.index + 1, number=self.attempt.number + 1)
 
-    def train(self, attempt: Attempt) -> dict[str, Message]:
+    def train(self, attempt: Attempt, round: int | None = None) -> dict[str, Message]:
         """Replies to this attempt at a round, which says truly what is broadcast."""
         replies = {}
         for name, request in self.requests.items():
-            header: dict[str, Any] = {**request.header, "round": attempt.index}
+            header: dict[str, Any] = {**request.header, "round": attempt.index if round is None else round}
             plain = {**header["secure"], "attempt": attempt.plain()}
             right = replace(request, header=header | {"secure": plain})
             now = replace(attempt, broadcast=digest_for_all(right))
@@ -116,6 +120,124 @@ def test_every_honest_site_refuses_and_logs(
         if name not in mine:  # of whom it is said that they are somebody else, or not there
             assert words in reply.refused
     assert words in caplog.text
+
+
+def test_a_round_has_one_name_and_one_mode(cheat: Cheat, caplog: pytest.LogCaptureFixture) -> None:
+    """Under another name, index or mode one round would be answered once more, over other sites."""
+    now = cheat.next
+    assert all(reply.payloads for reply in cheat.train(now).values())
+    for again in (
+        replace(now, number=now.number + 1, kind="train once more"),
+        replace(now, number=now.number + 1, index=now.index + 1),
+        replace(now, number=now.number + 1, mode=Mode.EVERYONE),
+    ):
+        replies = cheat.train(again, round=now.index)
+        assert all("refused" in r.header and r.payloads == {} for r in replies.values())
+    assert caplog.text.count("and not at what was sent with it") == 2 * len(cheat.requests)
+    assert caplog.text.count("this is summed in mode drop-out, not everyone") == len(cheat.requests)
+
+
+# --- questions -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def curious(tmp_path: Path) -> Cheat:
+    """One that has asked eight sites for the moments with which a linear model starts, and has the bytes."""
+    grid, terms, _ = secured(tmp_path, sites(8, classes=False))
+    model = fp.Composition(None, seeded(nn.Linear(3, 1), 2), fp.likelihoods.Normal())
+    waits = RoundTerms(sites=8, timeout=20.0)
+    run_deployment(deployment(fp.FedSOUL(model), 1, terms=waits, secure=terms), transport_on(grid))
+    asked = [(name, request_from_record(sent.content)) for name, sent, _ in grid.traffic]
+    moments = {n: r for n, r in asked if r.header.get("question") == "least squares"}
+    assert len(moments) == 8
+    return Cheat(grid, moments)
+
+
+def last_number(cheat: Cheat) -> int:
+    every = [request_from_record(sent.content).header for _, sent, _ in cheat.grid.traffic]
+    return max(h["secure"]["attempt"]["number"] for h in every if "attempt" in h.get("secure", {}))
+
+
+def question_again(
+    cheat: Cheat, names: list[str], change: Callable[[Request], Request] = lambda r: r, **more: Any
+) -> dict[str, Message]:
+    """The question of these sites once more, in an attempt that says truly what it is about."""
+    right = {n: change(cheat.requests[n]) for n in names}
+    first = right[names[0]]
+    offers = tuple(o for o in cheat.attempt.offers if o.site in names)
+    index = int.from_bytes(digest_for_all(first)[:6], "big")
+    about = {"kind": f"ask/{first.header['question']}", "index": index, "number": last_number(cheat) + 1}
+    about |= {"offers": offers, "colluders": len(names) // 3, "broadcast": digest_for_all(first)}
+    now = replace(cheat.attempt, **about | more)
+    replies = {}
+    for name, request in right.items():
+        its = {**request.header["secure"], "attempt": now.plain()}
+        replies[name] = cheat.ask(name, replace(request, header={**request.header, "secure": its}))
+    return replies
+
+
+def with_tensor(request: Request) -> Request:
+    return replace(request, tensors={**request.tensors, "asked.nothing": torch.ones(1)})
+
+
+def thinner(request: Request) -> Request:
+    """One site is asked of no unit but its first."""
+    return replace(request, header={**request.header, "units": [0]})
+
+
+def renamed(request: Request) -> Request:
+    return replace(request, header={**request.header, "question": "least squares, again"})
+
+
+ALL = [f"s{i}" for i in range(8)]
+FEW = "was summed over a cohort that differs by s7 only"
+
+
+@pytest.mark.parametrize(
+    ("names", "change", "more", "words"),
+    [
+        (ALL[:7], lambda r: r, {}, FEW),
+        (ALL[:7], with_tensor, {}, FEW),
+        (ALL, thinner, {}, "would tell of the others"),
+        (ALL, renamed, {}, "is 'least squares'"),
+        (ALL, lambda r: r, {"mode": Mode.DROP_OUT}, "this is summed in mode everyone, not drop-out"),
+        (ALL, lambda r: r, {"index": 0}, "and not at what was sent with it"),
+    ],
+    ids=["one less", "one less in other words", "one unit", "another name", "a list to choose", "an index"],
+)
+def test_a_question_over_nearly_the_same_rows_is_refused(
+    names: list[str],
+    change: Callable[[Request], Request],
+    more: dict[str, Any],
+    words: str,
+    curious: Cheat,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its sum less the earlier one would be one of few; in mode drop-out the server would choose which."""
+    for reply in question_again(curious, names, change, **more).values():
+        assert words in str(reply.refused)
+        assert reply.payloads == {}
+    assert words in caplog.text
+
+
+def test_the_same_question_of_the_same_sites_is_answered_again(curious: Cheat) -> None:
+    assert all(r.payloads for r in question_again(curious, ALL).values())
+    number = last_number(curious) + 2
+    assert all(r.payloads for r in question_again(curious, ALL[:5], number=number).values())
+
+
+def test_an_exact_round_over_nearly_the_same_sites_is_refused(tmp_path: Path) -> None:
+    grid, terms, _ = secured(tmp_path, sites(classes=False))
+    run_deployment(planned("FedSOUL", 2, terms, classes=False), transport_on(grid))
+    asked = [(name, request_from_record(sent.content)) for name, sent, _ in grid.traffic]
+    cheat = Cheat(grid, {n: r for n, r in asked if r.kind == "train"})
+    assert cheat.attempt.mode is Mode.EVERYONE
+    now = replace(cheat.next, index=cheat.attempt.index)
+    fewer = replace(now, offers=now.offers[:4])
+    number = cheat.requests["s0"].header["round"]
+    del cheat.requests["s4"]  # type: ignore[attr-defined]
+    for reply in cheat.train(fewer, number).values():
+        assert "differs by s4 only" in str(reply.refused)
 
 
 def heard_by(cheat: Cheat) -> tuple[Attempt, dict[str, secure.Masked]]:

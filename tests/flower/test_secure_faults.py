@@ -11,6 +11,7 @@ import pytest
 import torch
 from flwr.app import Message
 
+from fedpop.files import writable_folder
 from fedpop.flower import secure_site
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.records import message_from_record, message_to_record, request_from_record
@@ -19,6 +20,7 @@ from fedpop.flower.requests import Request
 from fedpop.flower.secure_site import SecureSite
 from fedpop.flower.secure_sums import SecureSums
 from fedpop.privacy import secure
+from fedpop.privacy.secure import Policy
 from tests.flower.local_grid import LocalGrid
 from tests.flower.secured import planned, run_over, same_theta, secured, simulated
 from tests.flower.sites import transport_on
@@ -326,3 +328,27 @@ def test_a_question_is_asked_in_a_new_attempt_where_a_site_has_begun_another_ses
     asked = [about["attempt"] for about in terms_of if "attempt" in about]
     assert gone
     assert len({a["number"] for a in asked}) == 1 + len({a["index"] for a in asked})
+
+
+def test_a_session_whose_beginning_is_cut_short_is_never_an_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old session beside an empty memory would answer an attempt of before once more."""
+    _, _, folders = secured(tmp_path / "sites")
+    place = folders["s0"] / "experiments" / "test"
+    site = SecureSite("s0", folders["s0"], "test", writable_folder(place), Policy())
+    old = site.session
+    (place / "secure" / "memory").unlink()
+    write, written = SecureSite._write, list[str]()
+
+    def dying(self: SecureSite, name: str, data: bytes) -> None:
+        if written:
+            raise Killed
+        written.append(name)
+        write(self, name, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SecureSite, "_write", dying)
+        with pytest.raises(Killed):
+            site.session  # noqa: B018
+    assert site.session.secret != old.secret

@@ -24,8 +24,10 @@ def test_a_secure_run_is_the_simulators_to_the_bit(name: str, tmp_path: Path) ->
 
 
 def test_so_is_the_exact_engine_whose_rounds_need_everyone(tmp_path: Path) -> None:
-    found, _ = run_over(tmp_path, "FedSOUL", classes=False)
+    found, grid = run_over(tmp_path, "FedSOUL", classes=False)
     same_theta(found, simulated("FedSOUL", classes=False))
+    rounds = [r for r in (request_from_record(m.content) for _, m, _ in grid.traffic) if r.kind == "train"]
+    assert {r.header["secure"]["attempt"]["mode"] for r in rounds} == {"everyone"}
 
 
 def lost(round: int, site: str) -> bool:
