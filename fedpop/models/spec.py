@@ -103,6 +103,8 @@ def require_same(spec: dict[str, Any] | None, model: Model) -> None:
     mine = saved_spec(model)
     if spec is None:
         return
+    if spec["kind"] == "CustomModel" and not isinstance(model, CustomModel):
+        raise CheckpointError(f"this population was learned with a CustomModel, not with {model!r}")
     if spec["likelihood"] != mine["likelihood"]:
         raise CheckpointError(
             f"the model's likelihood is not the saved one: {_likelihood(mine)} now, {_likelihood(spec)} then"
@@ -112,10 +114,8 @@ def require_same(spec: dict[str, Any] | None, model: Model) -> None:
             raise CheckpointError(
                 f"the model is not the saved one: {_brief(mine[part])} now, {_brief(spec[part])} then"
             )
-    if spec["kind"] != "CustomModel":
+    if not isinstance(model, CustomModel) or spec["kind"] != "CustomModel":
         return
-    if not isinstance(model, CustomModel):
-        raise CheckpointError(f"this population was learned with a CustomModel, not with {model!r}")
     for part, its in _parameters(model).items():
         if its != spec[part]:
             raise CheckpointError(
