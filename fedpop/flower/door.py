@@ -2,7 +2,7 @@
 
 Nothing here answers who submits runs, registers keys, asks for tasks or for documentation: there are no such
 routes, at this address or another. A request is read once it is signed with an admitted key; who shows none
-soon loses the connection, and the longest silent one makes room for the next. A site that asks for messages
+soon loses the connection, and makes room for the next where there are many. A site that asks for messages
 is answered when there is one (or after ``HOLD_SECONDS`` seconds), so that nobody has to ask often.
 """
 
@@ -13,10 +13,13 @@ import binascii
 import datetime as dt
 import json
 import logging
+import socket
 import ssl
 import time
 from base64 import b64decode
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +45,7 @@ from flwr.superlink.servicer.fleet import fleet_handlers as fleet
 from google.protobuf.message import DecodeError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fedpop.errors import SettingsError
 from fedpop.flower.admission import Admission, Reason
 from fedpop.flower.certificates import BEHIND, CLOCK_AHEAD
 from fedpop.flower.requests import (
@@ -59,8 +63,8 @@ REQUEST_BYTES = 2**25
 """Bytes of a request at most: vectors travel in pieces of 20 MiB."""
 STRANGER_SECONDS = 10.0
 """Seconds in which a connection has to show an admitted key."""
-STRANGER_CONNECTIONS = 128
-"""Connections at a time that have not."""
+STRANGER_CONNECTIONS = 256
+"""Connections at a time that have not; a handshake takes a third of a megabyte."""
 SITE_CONNECTIONS = 16
 """Connections of one site."""
 REQUESTS_PER_SECOND, REQUESTS_AT_ONCE = 400.0, 2000.0
@@ -139,14 +143,51 @@ ANYBODY: dict[str, tuple[type[Any], Handler]] = {
 """Without keys every node says itself who it is."""
 
 
+class Listener(socket.socket):
+    """Where connections come from, TLS or not. Of those that have not shown an admitted key there are few:
+    then the oldest of the address that has most of them makes room for the next."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
+        self._strangers: dict[int, tuple[socket.socket, str]] = {}
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.bind((host.strip("[]"), port))
+        except OSError as error:
+            self.close()
+            raise SettingsError(f"port {port} of {host} cannot be had ({error.strerror})") from error
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        strangers = self.strangers
+        if len(strangers) >= STRANGER_CONNECTIONS:
+            ((most, _),) = Counter(host for _, host in strangers.values()).most_common(1)
+            oldest = next(number for number, (_, host) in strangers.items() if host == most)
+            with suppress(OSError):
+                strangers.pop(oldest)[0].shutdown(socket.SHUT_RDWR)
+        strangers[connection.fileno()] = connection, address[0]
+        self._strangers = strangers
+        return connection, address
+
+    @property
+    def strangers(self) -> dict[int, tuple[socket.socket, str]]:
+        """Open connections, and where they are from, the oldest first."""
+        return {n: found for n, found in self._strangers.items() if found[0].fileno() == n}
+
+    def known(self, number: int) -> None:
+        """The connection of this file number is a site's."""
+        self._strangers.pop(number, None)
+
+
 class Door:
     """The server's ASGI application."""
 
     def __init__(self, state: Any, admission: Admission | None, heard: Callable[[], None]) -> None:
         self._state, self._admission, self._heard = state, admission, heard
         self._callers: dict[bytes, Caller] = {}
-        self._strangers: dict[H11Protocol, asyncio.TimerHandle] = {}
-        """Connections that have not shown a key, the oldest first."""
+        self._listener: Listener | None = None
+        self._timers: dict[H11Protocol, asyncio.TimerHandle] = {}
+        """Of connections that have not shown a key."""
         self._owners: dict[H11Protocol, Caller] = {}
         self._routes = ROUTES | (ANYBODY if admission is None else {})
         self._again: dict[str, int] = {}
@@ -159,14 +200,17 @@ class Door:
 
     # --- connections ---------------------------------------------------------------------------
 
+    def listen(self, host: str, port: int) -> Listener:
+        """Where connections to this door are accepted."""
+        self._listener = Listener(host, port)
+        return self._listener
+
     def opened(self, connection: H11Protocol) -> None:
-        while len(self._strangers) >= STRANGER_CONNECTIONS:
-            self._close(next(iter(self._strangers)))
         wait = asyncio.get_running_loop().call_later(STRANGER_SECONDS, self._close, connection)
-        self._strangers[connection] = wait
+        self._timers[connection] = wait
 
     def closed(self, connection: H11Protocol) -> None:
-        if (timer := self._strangers.pop(connection, None)) is not None:
+        if (timer := self._timers.pop(connection, None)) is not None:
             timer.cancel()
         if (owner := self._owners.pop(connection, None)) is not None:
             owner.connections.discard(connection)
@@ -180,6 +224,8 @@ class Door:
         if connection is None or connection in self._owners:
             return
         self.closed(connection)
+        if self._listener is not None:
+            self._listener.known(connection.transport.get_extra_info("socket").fileno())
         while len(caller.connections) >= SITE_CONNECTIONS:
             self._close(next(iter(caller.connections)))
         caller.connections.add(connection)

@@ -43,7 +43,7 @@ from flwr.superlink.federation import NoOpFederationManager
 from fedpop.errors import SettingsError
 from fedpop.flower.admission import Admission
 from fedpop.flower.certificates import split_address
-from fedpop.flower.door import Door, Loop, connections_of, whole
+from fedpop.flower.door import STRANGER_CONNECTIONS, Door, Loop, connections_of, whole
 
 log = logging.getLogger("fedpop.server")
 
@@ -89,15 +89,8 @@ class FleetGrid(Grid):
 
     def __enter__(self) -> FleetGrid:
         host, port = self._address
-        family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._register()  # all of them before the first one knocks
-        try:
-            listener.bind((host.strip("[]"), port))
-        except OSError as error:
-            listener.close()
-            raise SettingsError(f"port {port} of {host} cannot be had ({error.strerror})") from error
+        listener = self._door.listen(host, port)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -110,6 +103,7 @@ class FleetGrid(Grid):
             log_level="critical",
             access_log=False,
             server_header=False,
+            backlog=STRANGER_CONNECTIONS,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,
         )

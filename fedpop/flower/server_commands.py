@@ -28,7 +28,7 @@ from fedpop.flower.processes import (
     require_free,
 )
 from fedpop.flower.server_folder import FIT, FORMULA_FILE, LAYOUT, PRINTED, ServerFolder
-from fedpop.flower.status import read_rounds, read_state, round_words, standing
+from fedpop.flower.status import NewRounds, read_state, round_words, standing
 from fedpop.flower.stock import make_signature
 from fedpop.version import __version__
 
@@ -284,12 +284,13 @@ class _RunWatch:
 
     def __init__(self, folder: ServerFolder, child: Supervised, say: Say) -> None:
         self._folder, self._child, self._say = folder, child, say
-        self._printed = len(read_rounds(folder))
+        self._rounds = NewRounds(folder)
+        self._rounds()  # what there was before
         self._log = LogTail(folder.run / "server.log", ("INFO", "WARNING"))  # errors end it
 
     def to_the_end(self) -> None:
         (self._folder.run / "status.json").unlink(missing_ok=True)
-        in_vain, before = 0, self._printed
+        in_vain, before = 0, self._rounds.seen
         with self._child as child:
             starts, paused = child.starts, False
             while True:
@@ -311,8 +312,8 @@ class _RunWatch:
                 why = state.get("why", "")
                 if state.get("state") == "failed":
                     raise SettingsError(f"the run failed: {why}")
-                in_vain = 0 if self._printed > before else in_vain + 1
-                before, why = self._printed, f" ({why})" if why else ""
+                in_vain = 0 if self._rounds.seen > before else in_vain + 1
+                before, why = self._rounds.seen, f" ({why})" if why else ""
                 if in_vain >= RUN_TRIES:
                     logs = f"{self._folder.run / 'server.log'} and {self._folder.logs / 'server.log'}"
                     raise SettingsError(
@@ -323,7 +324,5 @@ class _RunWatch:
     def _print_new(self) -> None:
         for words in self._log.new():
             self._say(words)
-        lines = read_rounds(self._folder)
-        for line in lines[self._printed :]:
+        for line in self._rounds():
             self._say(round_words(line))
-        self._printed = max(self._printed, len(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from fedpop.flower.processes import is_locked
 from fedpop.flower.server_folder import AFTERWARDS, OUTCOME, PRINTED, ServerFolder
 from fedpop.run.progress import human_bytes, privacy_words
 
+METRICS = "metrics.jsonl"
 NEEDED = {"round": int, "asked": int, "left_out": list, "bytes_up": int | float, "bytes_down": int | float}
 """What every round has."""
 MAYBE = {"heard": list, "reasons": dict, "late_from": dict, "late": int, "loss": int | float | None}
@@ -37,18 +39,55 @@ def read_state(folder: ServerFolder) -> dict[str, Any] | None:
 
 def read_rounds(folder: ServerFolder) -> list[dict[str, Any]]:
     """The rounds so far: whole lines of a file that may be being written."""
-    file = folder.run / "metrics.jsonl"
+    file = folder.run / METRICS
     if not file.exists():
         return []
-    data = read_bytes(file)
+    return _rounds_in(_whole_lines(read_bytes(file)), file)
+
+
+class NewRounds:
+    """The rounds of a run as they come. What was read is not read again: runs are long, and looked at often."""
+
+    def __init__(self, folder: ServerFolder) -> None:
+        self._file = folder.run / METRICS
+        self._place = (0, 0)
+        """Which file it was, and how much of it was read."""
+        self._lines = self.seen = 0
+        """Rounds in that, and how many there have ever been: a run that goes back says again what it was."""
+
+    def __call__(self) -> list[dict[str, Any]]:
+        try:
+            with self._file.open("rb") as file:
+                now = os.fstat(file.fileno())
+                if self._place[0] != now.st_ino or self._place[1] > now.st_size:
+                    self._place, self._lines = (now.st_ino, 0), 0
+                file.seek(self._place[1])
+                data = _whole_lines(file.read())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._file}: {error.strerror or error}") from error
+        found = _rounds_in(data, self._file, self._lines)
+        new = found[max(0, self.seen - self._lines) :]
+        self._place = (self._place[0], self._place[1] + len(data))
+        self._lines += len(found)
+        self.seen = max(self.seen, self._lines)
+        return new
+
+
+def _whole_lines(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _rounds_in(data: bytes, file: Path, before: int = 0) -> list[dict[str, Any]]:
     out = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines()):
+    for number, line in enumerate(data.splitlines(), before + 1):
         try:
             found = json.loads(line)
         except ValueError:
             found = None
         if not isinstance(found, dict) or not _fits(found):
-            raise CheckpointError(f"{file}, line {number + 1}: these are not a round's numbers; {DAMAGED}")
+            raise CheckpointError(f"{file}, line {number}: these are not a round's numbers; {DAMAGED}")
         out.append(found)
     return out
 

@@ -9,6 +9,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -275,19 +276,51 @@ def test_connections_that_show_no_key_are_closed(
 
 
 def test_strangers_make_room_for_sites(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they speak TLS, or open connections and say nothing: a handshake takes memory."""
     monkeypatch.setattr(door, "STRANGER_CONNECTIONS", 3)
     context = ssl.create_default_context(cafile=str(federation.tls / "ca.crt"))
     host, port = federation.address.split(":")
     with node.connected(federation.sites["north"]) as north:
+        silent = [socket.create_connection((host, int(port))) for _ in range(10)]
+        for each in silent[:7]:
+            each.settimeout(20)
+            with suppress(ConnectionResetError):
+                assert each.recv(100) == b""
         many = []
         for _ in range(10):
             plain = socket.create_connection((host, int(port)))
             many.append(context.wrap_socket(plain, server_hostname=host))
-        assert len(federation.link._door._strangers) <= 3
+        assert len(federation.link._door._listener.strangers) <= 3
         ask(federation, north.node.node_id)
         answer(north)
-        for each in many:
+        for each in (*silent, *many):
             each.close()
+
+
+def test_who_has_most_connections_makes_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STRANGER_CONNECTIONS", 3)
+    port = free_port()
+    with door.Listener("127.0.0.1", port) as listener:
+        listener.listen()
+
+        def knock(source: str) -> tuple[socket.socket, socket.socket]:
+            there = socket.create_connection(("127.0.0.1", port), 20, source_address=(source, 0))
+            return there, listener.accept()[0]
+
+        both = [knock(f"127.0.0.{k}") for k in (2, 3, 3, 3, 4)]
+        closed = []
+        for there, _ in both:
+            there.settimeout(0.2)
+            try:
+                closed.append(there.recv(1) == b"")
+            except TimeoutError:
+                closed.append(False)
+        assert closed == [False, True, True, False, False]
+        listener.known(both[0][1].fileno())
+        assert [host for _, host in listener.strangers.values()] == ["127.0.0.3", "127.0.0.4"]
+        for pair in both:
+            for each in pair:
+                each.close()
 
 
 def test_a_site_waits_where_it_asks_too_often() -> None:

@@ -16,7 +16,7 @@ from fedpop.flower.metrics import of_run
 from fedpop.flower.pages import Served, serving
 from fedpop.flower.processes import locked
 from fedpop.flower.server_folder import ServerFolder
-from fedpop.flower.status import standing
+from fedpop.flower.status import NewRounds, read_rounds, standing
 from fedpop.flower.watch import SHOWN_POINTS, page_of, view
 from tests.flower.browser import browsed, get, needs_browser
 from tests.flower.commands import fedpop, refused
@@ -246,3 +246,33 @@ def test_numbers_for_prometheus(folder: ServerFolder) -> None:
     assert [n for i, n in enumerate(seen) if n not in seen[:i]] == [
         n for i, n in enumerate(seen) if i == 0 or seen[i - 1] != n
     ]  # samples of one name stand together
+
+
+# --- rounds as they come ---------------------------------------------------------------------------
+
+
+def test_rounds_are_read_once_as_they_come(folder: ServerFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that are being written, files that go back with their run, and files that are new."""
+    file, new = folder.run / "metrics.jsonl", NewRounds(folder)
+    before = file.read_bytes()
+    assert new() == read_rounds(folder)
+    assert new() == []
+    parsed = list[bytes]()
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    line = json.dumps(a_round(13)).encode() + b"\n"
+    with file.open("ab") as more:
+        more.write(line[:40])
+        more.flush()
+        assert new() == []
+        more.write(line[40:])
+    assert [m["round"] for m in new()] == [13]
+    assert len(parsed) == 1
+    file.write_bytes(before)  # the run went back: its thirteenth round was said
+    assert new() == []
+    lines = [json.dumps(a_round(k)).encode() + b"\n" for k in (13, 14)]
+    file.write_bytes(before + b"".join(lines))
+    assert [m["round"] for m in new()] == [14]
+    file.unlink()
+    assert new() == []
+    assert new.seen == 14
