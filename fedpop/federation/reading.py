@@ -39,13 +39,12 @@ from fedpop.federation.cells import (
 )
 from fedpop.federation.clients import SPLITS, Client, Federation
 from fedpop.federation.pixels import Bytes, image_bytes
-from fedpop.federation.table_format import USUAL_TABLE, TableFormat
+from fedpop.federation.table_format import SEPARATORS, USUAL_TABLE, TableFormat, other_separator
 from fedpop.files import SAVE_AS, csv_text
 from fedpop.kinds import did_you_mean
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 TABLES = (".csv", ".txt", ".parquet", ".pq")
-SEPARATORS = (",", ";", "\t", "|", " ")
 ENCODING = 'save the file as UTF-8, or set encoding in site.toml ("cp1252", or "utf-16", say)'
 
 
@@ -193,12 +192,18 @@ def _csv(path: Path, wanted: Sequence[str], who: str, own: bool, table: TableFor
         _require_columns(names, wanted, who, own)
         for row in reader:
             rows.append(f"line {reader.line_num}")
-            if None in row:
+            if None in row and (wanted or not _separated_otherwise(names, row, table.separator)):
                 comma = " (a decimal comma in it, perhaps)" if table.separator == "," else ""
                 raise _error(own, f"{who}, {rows[-1]}: more values than the {len(names)} columns{comma}")
             for column, cells in texts.items():
                 cells.append((row[column] or "").strip())
     return texts, rows
+
+
+def _separated_otherwise(names: Sequence[str], row: Mapping[Any, Any], separator: str) -> bool:
+    """Whether there are more values because another separator was meant, which site.toml may yet say."""
+    values = [row[name] or "" for name in names] + row[None]
+    return other_separator(names, values, separator) is not None
 
 
 def _parquet(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:

@@ -4,8 +4,9 @@ torch."""
 from __future__ import annotations
 
 import codecs
+import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedpop.errors import SettingsError
@@ -17,6 +18,8 @@ NOTHING = frozenset(
     | {"-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"}
 )
 """What stands for a missing value where its row is dropped: as pandas reads tables, and so formulas."""
+SEPARATORS = (",", ";", "\t", "|", " ")
+"""By one of these the values of a line are taken to be separated where they are not as was said."""
 
 
 @dataclass(frozen=True)
@@ -63,3 +66,19 @@ def number_in(text: str, decimal: str) -> float:
         return float(text.replace(decimal, "."))
     except ValueError:
         return math.nan
+
+
+def other_separator(header: Sequence[str], row: Sequence[str], separator: str) -> str | None:
+    """What separates values where the header was read as one name: by it, a row has as many values as that.
+
+    >>> other_separator(["age;dose"], ["61", "5;0", "7"], ",")
+    ';'
+    """
+    if len(header) != 1:
+        return None
+    lines = [separator.join(header), separator.join(row)]
+    for other in SEPARATORS:
+        names, values = (len(next(csv.reader([line], delimiter=other), [])) for line in lines)
+        if other != separator and names == values > 1:
+            return other
+    return None

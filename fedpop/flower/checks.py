@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from fedpop.flower.server_settings import SECURE, deployment, deployment_of
 from fedpop.flower.site import DESCRIPTION, MODEL, Site, open_site, study_from
 from fedpop.flower.site_folder import read_toml
 from fedpop.flower.site_records import SiteRecord, roster_of_sites
-from fedpop.flower.table_form import form_changes
+from fedpop.flower.table_form import columns_there, form_changes
 from fedpop.message.declared import NUMBERS, VECTORS
 from fedpop.mixed.groups import Groups
 from fedpop.mixed.groups import agreed as agreed_on
@@ -301,11 +301,18 @@ def _fitting(study: Survey | Training, place: SiteData, say: Say, read: bool = F
         return data if read else study.unit_data(data).federation
     except DataError:
         if "x" in form and ":" not in place.where:
+            _say_columns(columns_there(place.where, place.table), columns_of(form), say)
             columns = read_columns(Path(place.where), columns_of(form), place.site, place.table)
             bad = bad_cells(columns, form)
             for cells in bad:
                 say(f"  {cells.words(columns, values=True)}")
         raise
+
+
+def _say_columns(there: Sequence[str], wanted: Sequence[str], say: Say) -> None:
+    """What the table has, where that is not all that is wanted: for the site alone."""
+    if there and not set(wanted) <= set(there):
+        say(f"  its columns are {', '.join(map(repr, there))}; wanted are {', '.join(map(repr, wanted))}")
 
 
 def _say_written(written: Written, rows: int, least: int, rounds: str, afterwards: Asked, say: Say) -> None:

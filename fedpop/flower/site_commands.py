@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from fedpop.errors import SettingsError
-from fedpop.federation.table_format import USUAL_TABLE, TableFormat
+from fedpop.federation.table_format import USUAL_TABLE, TableFormat, other_separator
 from fedpop.files import writable_folder, write_bytes
 from fedpop.flower import certificates
 from fedpop.flower.certificates import check_name
@@ -66,6 +66,8 @@ def enrol(root: Path, name: str, server: str, data: str, ca: Path | None, insecu
     write_bytes(folder / SETTINGS, text.encode())
     keep_form(folder, where, USUAL_TABLE)
     make_private(folder, lambda words: None)
+    for words in _written_otherwise(Path(where), folder / SETTINGS):
+        say(words)
     if not insecure:
         say(f"send {folder / 'node.pub'} to the server's operator, who runs")
         say(f"  fedpop server admit DIR {name} node.pub")
@@ -119,6 +121,16 @@ def _plain_table(path: Path) -> bool:
     rows = first_rows(path, USUAL_TABLE)
     usual = path.suffix in (".csv", ".txt") and len(rows) > 1 and len(set(rows[0])) == len(rows[0]) > 1
     return usual and all(name.strip() for name in rows[0]) and all(len(r) == len(rows[0]) for r in rows)
+
+
+def _written_otherwise(path: Path, settings: Path) -> list[str]:
+    """What the site's settings should say of a table that looks as if commas did not separate its values."""
+    rows = first_rows(path, USUAL_TABLE)
+    other = other_separator(rows[0], rows[1], USUAL_TABLE.separator) if len(rows) > 1 else None
+    if other is None:
+        return []
+    told = f'separator = {json.dumps(other)}, and decimal = "," where its numbers have decimal commas'
+    return [f"{path} looks as if {other!r} separated its values: say {told}, in {settings}"]
 
 
 def with_data(settings: SiteSettings, where: str) -> SiteSettings:

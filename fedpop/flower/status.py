@@ -46,7 +46,7 @@ def read_rounds(folder: ServerFolder) -> list[dict[str, Any]]:
 
 
 class NewRounds:
-    """The rounds of a run as they come. What was read is not read again: runs are long, and looked at often."""
+    """The rounds of a run as they come. What was read is not read again: runs are long."""
 
     def __init__(self, folder: ServerFolder) -> None:
         self._file = folder.run / METRICS

@@ -61,6 +61,12 @@ def form_changes(folder: Path, where: str, table: TableFormat) -> list[str]:
     return [f"{words}{end}" for words in out]
 
 
+def columns_there(where: str, table: TableFormat) -> list[str]:
+    """What a table's columns are called; nothing of what is no table, or cannot be read."""
+    now = _form_of(where, table)
+    return [] if now is None else list(now["columns"])
+
+
 def _stored(folder: Path) -> Mapping[str, Any]:
     """What is stored; nothing where it is not, or is damaged."""
     try:

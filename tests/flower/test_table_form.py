@@ -12,7 +12,7 @@ from fedpop.federation.table_format import USUAL_TABLE, TableFormat
 from fedpop.flower.requests import Request, versions
 from fedpop.flower.site import open_site
 from fedpop.flower.table_form import FORM, form_changes, keep_form
-from tests.flower.commands import Made, fedpop, rows
+from tests.flower.commands import Made, fedpop, refused, rows
 
 
 @pytest.fixture
@@ -123,3 +123,38 @@ def test_a_damaged_form_is_made_anew(text: str, tmp_path: Path) -> None:
     assert form_changes(tmp_path, where, USUAL_TABLE) == []
     keep_form(tmp_path, where, USUAL_TABLE)
     assert json.loads((tmp_path / FORM).read_text())["columns"] == {"a": "numbers", "b": "numbers"}
+
+
+def test_a_table_with_semicolons_and_decimal_commas_is_enrolled(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As spreadsheets write it where commas are decimal: enrolment says what site.toml has to say."""
+    table, folder = made.root / "east.csv", made.root / "east"
+    table.write_text(rows(0).replace(",", ";").replace(".", ","))
+    assert ";" in table.read_text().splitlines()[1]
+    assert "," in table.read_text()
+    fedpop(
+        "site", "enrol", folder, "--name", "east", "--server", made.address,
+        "--ca", made.server / "tls" / "ca.crt", "--data", table,
+    )  # fmt: skip
+    assert """say separator = ";", and decimal = ",\"""" in capsys.readouterr().out
+    check = ("site", "check", folder, "--federation", made.server / "app")
+    assert 'set separator = ";"' in refused(capsys, *check)
+    with (folder / "site.toml").open("a") as file:
+        file.write('separator = ";"\n')
+    assert 'set decimal = ","' in refused(capsys, *check)
+    with (folder / "site.toml").open("a") as file:
+        file.write('decimal = ","\n')
+    fedpop(*check)
+    assert "the data fit" in capsys.readouterr().out
+
+
+def test_columns_of_another_name_are_shown_to_the_site(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = made.root / "north.csv"
+    table.write_text(table.read_text().replace("age,", "AGE ,", 1))
+    with pytest.raises(SystemExit):
+        fedpop("site", "check", made.root / "north", "--federation", made.server / "app")
+    words = capsys.readouterr().out
+    assert "its columns are 'AGE ', 'sex', 'dose'; wanted are 'age', 'sex', 'dose'" in words
