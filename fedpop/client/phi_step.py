@@ -466,7 +466,4 @@ def minibatch(cohort: Cohort, size: int | None, key: Key) -> tuple[Cohort, float
     n = int(cohort.sizes[0])
     if size is None or n <= size:
         return cohort, 1.0
-    u = key.at(purpose="minibatch").uniform(cohort.units, (n,))[0]
-    rows = torch.topk(u, size, largest=False).indices.sort().values
-    sizes = cohort.sizes.new_full((1,), size)
-    return cohort.take(rows, cohort.units, sizes), n / size
+    return cohort.drawn(size, key.at(purpose="minibatch")), n / size

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fedpop.errors import SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation.rules import Participation
@@ -35,11 +37,13 @@ class Spending(Callback):
     passes: float
     totals: list[float] = field(default_factory=list)
     examples: list[int] = field(default_factory=list)
+    rows: int | None = None
 
     def after_round(self, run: Any, metrics: dict[str, Any]) -> bool:
         self.totals.append(run.totals["backbone_passes"])
         seen = active_units(run.settings.participation, run.federation, run.key, run.round - 1).ids
-        self.examples.append(int(run.federation.train.sizes[seen].sum()))
+        self.rows = run.algorithm.footprint.rows
+        self.examples.append(worked_on(run.federation, seen, self.rows))
         known = run.algorithm.footprint.steady and len(self.totals) == TRIAL_ROUNDS and self.price is not None
         nothing = len(self.totals) == ROUNDS_WITHOUT_PASS and self.totals[-1] == 0
         return known or nothing or self.totals[-1] > self.passes * ROUNDING
@@ -50,6 +54,12 @@ class Spending(Callback):
         spent = [b - a for a, b in zip(self.totals, self.totals[1:], strict=False)]
         each = {round(s / n, 9) for s, n in zip(spent, self.examples[1:], strict=True) if n}
         return each.pop() if len(each) == 1 else None
+
+
+def worked_on(federation: Federation, seen: Tensor, rows: int | None) -> int:
+    """Examples of a round of these clients, of whom each has so many looked at."""
+    sizes = federation.train.sizes[seen]
+    return int((sizes if rows is None else sizes.clamp(max=rows)).sum())
 
 
 def rounds_within(
@@ -81,9 +91,10 @@ def rounds_within(
         )
     if totals[-1] > passes * ROUNDING or trial.price is None:
         return sum(spent <= passes * ROUNDING for spent in totals)
-    spent, rounds, sizes = totals[-1], len(totals), federation.train.sizes
+    spent, rounds = totals[-1], len(totals)
     while rounds < most:
-        spent += trial.price * int(sizes[active_units(rule, federation, Key(seed), rounds).ids].sum())
+        seen = active_units(rule, federation, Key(seed), rounds).ids
+        spent += trial.price * worked_on(federation, seen, trial.rows)
         if spent > passes * ROUNDING:
             break
         rounds += 1

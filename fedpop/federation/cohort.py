@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedpop.federation.inputs import Inputs, map_inputs
+from fedpop.keys import Key
 
 T = TypeVar("T")
 
@@ -151,6 +152,19 @@ class Cohort:
         place, n, m = self.position, self.sizes[self.owner], sizes[self.owner]
         mask = place * m % n < m
         return self.take(mask.nonzero().squeeze(1), self.units, sizes)
+
+    def drawn(self, most: int, key: Key) -> Cohort:
+        """At most so many rows of each unit, drawn without replacement, in the order that they had; nobody's
+        depend on who else is there."""
+        if self.longest <= most:
+            return self
+        sizes = self.sizes.clamp(max=most)
+        place = torch.arange(self.longest, device=self.device)
+        u = key.uniform(self.units, (self.longest,), torch.float64)
+        u = u.masked_fill(place >= self.sizes.unsqueeze(1), 2.0)  # beyond all that are there
+        first = torch.argsort(u, 1)[:, :most]
+        chosen = torch.zeros_like(u, dtype=torch.bool).scatter_(1, first, place[:most] < sizes.unsqueeze(1))
+        return self.take(self.packed(chosen).nonzero().squeeze(1), self.units, sizes)
 
     def take(self, rows: Tensor | slice, units: Tensor, sizes: Tensor) -> Cohort:
         """A cohort of these rows, which must lie unit by unit."""

@@ -154,6 +154,8 @@ class Footprint:
     """Values of z in a unit's own model."""
     steady: bool = True
     """Every round after the first costs as much per example of those who take part."""
+    rows: int | None = None
+    """Of how many examples of a unit, at most, where a round does not work on all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from fedpop.checked import Count
 from fedpop.client.phi_step import PhiStep, PhiWork
 from fedpop.client.sampler import (
     Chain,
@@ -68,11 +69,15 @@ from fedpop.server import scoring
 from fedpop.server.anneal import Anneal
 from fedpop.server.averaging import Averaging, aligner
 from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
-from fedpop.server.optimisers import RATE_TRIAL_ROUNDS, SGD, Optimiser, Stage, largest_rate
+from fedpop.server.optimisers import RATE_TRIAL_ROUNDS, SGD, NetworkAdam, Optimiser, Stage, largest_rate
 
 USUAL_STEPS, STEPS_OF_DEEP = 10, 2
 """Transitions of a chain in a round where nothing is said: a step of a head costs little, one of parameters
 deep inside a network as much as the round's own backward pass."""
+
+
+SMALL_NETWORK = NetworkAdam().least
+"""Networks with so many weights or fewer are judged by their likelihood."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,8 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
             schedule, or one for each client by name. More cost more, with less noise. None (the default) is
             10, or 2 where z is deep inside a network.
         start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
+        batch: How many of a client's examples a round works on, 50 by default, drawn anew in each; None is
+            all. It is for networks with a linear head; other models take all.
         prior: The population's, of ``fp.priors`` or by name; "normal" by default.
         kernel: What chains step by, of ``fp.kernels`` or by name; what suits head and prior by default.
         chain: How chains are run, ``fp.chains.Chain()`` by default.
@@ -108,6 +115,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     """
 
     local_steps: LocalSteps | None = None
+    batch: Count | None = 50
     kernel: Kernel | str | None = None
     chain: Chain = field(default_factory=Chain)
     phi_step: PhiStep | Optimiser | None = None
@@ -157,6 +165,16 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     def on_phi(self) -> PhiStep:
         return self.phi_step if isinstance(self.phi_step, PhiStep) else PhiStep(self.phi_step)
 
+    @property
+    def rows(self) -> int | None:
+        """How many of a client's examples a round works on, at most: one step on phi from a few of them is
+        nearly as good as from all. Chains must find their posteriors on others in every round, which those of
+        a linear head do; and a small model maximises its likelihood, of which a batch's is another."""
+        if self.batch is None or not self.model.network or self.model.weights <= SMALL_NETWORK:
+            return None
+        placed = self.model.linear and self.hierarchy.prior.component is self.hierarchy.prior
+        return self.batch if placed and self.chain.follow and self.on_phi.whole else None
+
     @cached_property
     def on_beta(self) -> BetaStep:
         return self.beta_step if isinstance(self.beta_step, BetaStep) else BetaStep(self.beta_step)
@@ -164,7 +182,8 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     @property
     def footprint(self) -> Footprint:
         draws, copies = most_steps(self.steps) * self.chain.chains, 4 * (self.on_phi.local is not None)
-        return replace(super().footprint, draws=draws, phi_copies=copies, steady=self.on_phi.steady)
+        foot = replace(super().footprint, draws=draws, phi_copies=copies, steady=self.on_phi.steady)
+        return replace(foot, rows=self.rows)
 
     def decisions(self) -> Sequence[Decision]:
         """What steps are made by, where that was left open."""
@@ -270,6 +289,8 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         """Z_1, ..., Z_M, then I and J of everyone at once, or unit by unit where each J travels alone."""
         broadcast, key, wanted = round.broadcast, round.key, round.coefficients
         phi, beta, states = broadcast["phi"], broadcast["beta"], broadcast.get("states")
+        cohort, share = self._batch(cohort, key)
+        wanted = wanted if wanted is None or share is None else wanted * share
         noise = float(broadcast["noise"]) if "noise" in broadcast else None  # while it is annealed
         model, drawn = self.model.at_noise(noise), not self.chain.rao_blackwell
         # phi is frozen while chains run: features are computed once, and chains see no graph.
@@ -294,9 +315,17 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         for rows, value, j, whole in work.blocks(
             moments, draws, target, broadcast.get("phi_rate")
         ):  # line 18
+            j = j if share is None else j * share[rows].to(j.dtype).unsqueeze(1)
             own = {n: v[rows] for n, v in vectors.items()} | {"J": j}
             stored, fit = {n: v[rows] for n, v in new.items()}, good[rows] & whole
             yield Answer(fit, own, stored, price(value, fit, rows), rows=rows)
+
+    def _batch(self, cohort: Cohort, key: Key) -> tuple[Cohort, Tensor | None]:
+        """What the round works on, and what J of it is multiplied by to be of all of a client's examples."""
+        if self.rows is None or cohort.longest <= self.rows:
+            return cohort, None
+        batch = cohort.drawn(self.rows, key.at(purpose="batch"))
+        return batch, cohort.sizes.double() / batch.sizes.clamp(min=1)
 
     def _beside(self, target: Target, cohort: Cohort, like: Tensor) -> Tensors:
         """What some steps on beta and phi need beside I and J: a curvature, and numbers of examples."""

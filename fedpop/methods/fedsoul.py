@@ -27,7 +27,7 @@ from fedpop.server.optimisers import SGD, Polynomial
 
 LARGEST_EXACT_THETA = 500
 """Parameters up to which ``auto`` takes the exact engine: its messages hold their square, once or twice."""
-OF_CHAINS = ("local_steps", "kernel", "chain", "anneal", "phi_step", "beta_step", "average")
+OF_CHAINS = ("local_steps", "batch", "kernel", "chain", "anneal", "phi_step", "beta_step", "average")
 """Settings of the sampled engine: where one is given it is obeyed."""
 
 
@@ -43,6 +43,9 @@ class FedSOUL(FedSOUK, Chooses):
         local_steps: The paper's M, how many steps a chain makes in a round: one number, a
             ``fp.chains.Steps`` schedule over rounds, or one for each client by name. More cost more and
             lessen noise. None (the default) is 10, or 2 where z is deep inside a network.
+        batch: How many of a client's examples a round works on, drawn anew in each: 50 by default, which for
+            the same number of passes through a network does far better than all of them, in more and cheaper
+            rounds; None is all. It is for networks with a linear head; other models take all.
         start: Where phi starts: "spectral", or ``Spectral()``, from second moments of the data; "random"
             as the model was given; "auto" (the default) spectral where it applies, else as it was given
             with a prior that suits the data.
