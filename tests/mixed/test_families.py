@@ -16,7 +16,14 @@ from scipy import stats
 
 import fedpop as fp
 from fedpop.errors import EstimateError, SettingsError
-from fedpop.mixed.families import DispersedLikelihood, Family, family_named
+from fedpop.mixed.families import (
+    LOG_DISPERSION,
+    DispersedLikelihood,
+    Family,
+    Gamma,
+    NegativeBinomial,
+    family_named,
+)
 from fedpop.mixed.laplace import LaplaceEngine
 from tests.mixed.conftest import need, pd
 
@@ -341,3 +348,14 @@ def test_responses_and_engines_that_do_not_fit(sim):
     with pytest.raises(SettingsError, match="canonical links"):
         fp.mixed_model("yes ~ w + (1 | g)", sim, "binomial(probit)").draws("g1")
     assert issubclass(type(family_named("gamma").likelihood), DispersedLikelihood)
+
+
+@pytest.mark.parametrize("log_k", range(-7, 12, 3))
+def test_quantiles_lie_where_they_are_searched(log_k):
+    """What the bracket leaves out is nothing in double precision, whatever the law."""
+    k, params = math.exp(log_k), {LOG_DISPERSION: torch.tensor(float(log_k), dtype=torch.float64)}
+    for eta in range(-7, 8, 2):
+        at, mu = torch.tensor([[float(eta)]], dtype=torch.float64), math.exp(eta)
+        high = [float(law.bracket(at, params)[1]) for law in (Gamma(), NegativeBinomial())]
+        assert stats.gamma.sf(high[0], k, scale=mu / k) < 1e-16
+        assert stats.nbinom.sf(high[1], k, k / (k + mu)) < 1e-16
