@@ -326,21 +326,22 @@ class SiteExperiment:
             self.site.small_counts.check_scaled(study, rows, self._answered())
             return
         found, file = design_columns(study, rows).tensors(), self.folder / COLUMNS
-        if file.exists():
-            stored = read_tensors(file)
-            if stored.keys() == found.keys() and all(torch.equal(stored[n], v) for n, v in found.items()):
-                return
+        stored = read_tensors(file) if file.exists() else {}
+        if stored.keys() == found.keys() and all(torch.equal(stored[n], v) for n, v in found.items()):
+            return
         self.site.small_counts.check(study, rows, self._answered())
         write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
+        if stored:  # it was answered from other rows before these
+            file.rename(self.folder / f"{sum(1 for _ in self.folder.glob(f'*{COLUMNS}'))}-{COLUMNS}")
         write_tensors(file, found)
         log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
 
-    def _answered(self) -> dict[str, DesignColumns]:
-        """Designs that this site has answered, by their formulas."""
-        earlier = dict[str, DesignColumns]()
-        for other in sorted(self.folder.parent.glob(f"*/{COLUMNS}")):
+    def _answered(self) -> list[DesignColumns]:
+        """Designs that this site has answered."""
+        earlier = []
+        for other in sorted(self.folder.parent.glob(f"*/*{COLUMNS}")):
             description = read_sealed(other.with_name(FORMULA), "an answered formula")
-            earlier[str(description["formula"])] = DesignColumns.read(read_tensors(other))
+            earlier.append(DesignColumns.read(str(description["formula"]), read_tensors(other)))
         return earlier
 
     @property

@@ -73,6 +73,12 @@ class RowOrder:
         sizes = np.bincount(codes[-1], minlength=len(levels[-1]))
         return cls(order, [*(names.tolist() for names in inner), levels[-1]], begins, sizes)
 
+    def starts(self, level: int) -> np.ndarray:
+        """Where each group of a level begins, in this order."""
+        if level == self.begins.shape[1]:
+            return np.cumsum(self.sizes) - self.sizes
+        return np.flatnonzero(self.begins[:, level])
+
 
 @dataclass(frozen=True)
 class Tree:

@@ -30,16 +30,17 @@ def frame() -> Any:
     return table
 
 
-def prepared(frame: Any, formula: str, weights: str | None = None) -> FormulaStudy:
+def prepared(frame: Any, formula: str, weights: str | None = None, family: str = "gaussian") -> FormulaStudy:
     """The study as a site receives it, once columns and levels are agreed on."""
-    study = FormulaStudy.from_text(formula, weights=weights)
+    study = FormulaStudy.from_text(formula, family, weights)
     groups = Groups(LocalMembers(study, study.rows(frame)), study)
     agreed(groups, {}, 1)
     return groups.study
 
 
 def checked(frame: Any, formula: str, weights: str | None = None, **more: Any) -> DesignColumns:
-    study, earlier = prepared(frame, formula, weights), more.pop("earlier", {})
+    study = prepared(frame, formula, weights, more.pop("family", "gaussian"))
+    earlier = more.pop("earlier", [])
     return SmallCounts(**more).check(study, study.rows(frame), earlier)
 
 
@@ -56,7 +57,7 @@ def checked(frame: Any, formula: str, weights: str | None = None, **more: Any) -
 def test_what_people_ask_for_is_answered(frame: Any, formula: str) -> None:
     found = checked(frame, formula, weights="w")
     assert len(found.rows) == 120
-    again = DesignColumns.read(found.tensors())
+    again = DesignColumns.read(found.formula, found.tensors())
     assert again.columns.keys() == found.columns.keys()
     assert all((again.columns[n] == v).all() for n, v in found.columns.items())
 
@@ -110,7 +111,7 @@ def test_the_baselines_cells_count_and_those_of_interactions(frame: Any) -> None
 def test_a_site_with_few_rows_is_not_shown(frame: Any) -> None:
     study = prepared(frame, "y ~ x + (1 | g)")
     with pytest.raises(Refusal, match="this site has fewer than 5 rows"):
-        SmallCounts().check(study, study.rows(frame.head(4)), {})
+        SmallCounts().check(study, study.rows(frame.head(4)), [])
 
 
 @pytest.mark.parametrize(
@@ -132,30 +133,95 @@ def test_the_difference_to_what_was_answered_is_checked(
         frame.loc[[0, 1], "id"] = np.nan
     checked(frame, then)
     with pytest.raises(Refusal, match=words):
-        checked(frame, then, earlier={first: before})
-    checked(frame, "y ~ s + (1 | g)", earlier={first: before})
-    checked(frame, first, earlier={first: before})
+        checked(frame, then, earlier=[before])
+    checked(frame, "y ~ s + (1 | g)", earlier=[before])
+    checked(frame, first, earlier=[before])
 
 
 def test_rows_that_come_later_are_many_or_not_answered(frame: Any) -> None:
     formula = "y ~ x + (1 | g)"
     before = checked(frame.head(110), formula)
-    checked(frame, formula, earlier={formula: before})
+    checked(frame, formula, earlier=[before])
     nearly = checked(frame.head(118), formula)
     with pytest.raises(Refusal, match="the difference to the formula"):
-        checked(frame, formula, earlier={formula: nearly})
+        checked(frame, formula, earlier=[nearly])
 
 
 def test_what_no_two_formulas_show_three_do_not(frame: Any) -> None:
     """The third column is the sum of the two before, but in one row."""
-    earlier, third = {}, "y ~ I(x + w * (id != 7)) + (1 | g)"
-    for formula in ("y ~ x + (1 | g)", "y ~ w + (1 | g)", "y ~ I(x + w) + (1 | g)"):
-        if "I" not in formula:
-            checked(frame, third, earlier=dict(earlier))
-        earlier[formula] = checked(frame, formula, earlier=dict(earlier))
-    del earlier["y ~ I(x + w) + (1 | g)"]
+    earlier, third = list[DesignColumns](), "y ~ I(x + w * (id != 7)) + (1 | g)"
+    for formula in ("y ~ x + (1 | g)", "y ~ w + (1 | g)"):
+        checked(frame, third, earlier=earlier)
+        earlier.append(checked(frame, formula, earlier=earlier))
     with pytest.raises(Refusal, match="columns beside those of all formulas answered before"):
         checked(frame, third, earlier=earlier)
+
+
+def test_nor_do_rows_that_several_formulas_leave_out(frame: Any) -> None:
+    """Two leave out six rows each; the third leaves out eleven of these twelve."""
+    missing = {"a": range(6), "b": range(6, 12), "c": range(1, 12)}
+    for name, rows in missing.items():
+        frame[name] = np.random.default_rng(len(rows)).normal(size=len(frame))
+        frame.loc[list(rows), name] = np.nan
+    earlier = list[DesignColumns]()
+    for formula in ("y ~ x + (1 | g)", "y ~ a + (1 | g)", "y ~ b + (1 | g)"):
+        checked(frame, "y ~ c + (1 | g)", earlier=earlier)
+        earlier.append(checked(frame, formula, earlier=earlier))
+    with pytest.raises(Refusal, match="the rows beside those of all formulas answered before"):
+        checked(frame, "y ~ c + (1 | g)", earlier=earlier)
+
+
+@pytest.mark.parametrize(
+    ("formula", "words"),
+    [
+        ("y ~ x + (1 | late)", "a group of 'late', which has few here"),
+        ("y ~ x + (1 | half / late)", "a group of 'late:half', which has few here"),
+        ("y ~ x + (0 + I(id < 62) | half)", "an effect within a group of 'half'"),
+        ("y ~ x + (1 | half / id)", "most groups of 'id:half' have a single row"),
+    ],
+)
+def test_few_groups_are_as_good_as_a_factor(frame: Any, formula: str, words: str) -> None:
+    frame["half"] = np.where(frame.id < 60, "first", "second")
+    frame["late"] = np.where(frame.id < 117, "no", "yes")
+    with pytest.raises(Refusal, match=words):
+        checked(frame, formula)
+    checked(frame, "y ~ x + (x | half)")
+    checked(frame, "y ~ x + (1 | half / g)")
+
+
+def test_groups_that_look_alike_hide_each_other(frame: Any) -> None:
+    """Four people with six visits each; of the last one then five, and then four."""
+    few = frame.head(24).assign(g=np.repeat(list("abcd"), 6), late=[0, 0, 0, 1, 1, 1] * 4)
+    checked(few, "y ~ late + (late | g)")
+    with pytest.raises(Refusal, match="an effect within a group of 'g'"):
+        checked(few.head(23), "y ~ late + (late | g)")
+    checked(few.head(23), "y ~ late + (1 | g)")
+    with pytest.raises(Refusal, match="a group of 'g', which has few here"):
+        checked(few.head(22), "y ~ late + (1 | g)")
+
+
+def test_columns_that_meet_in_one_row_do_so_in_products_with_weights(frame: Any) -> None:
+    first, second = "I(id <= 60)", "I(1 + (id >= 60 & id < 100))"
+    checked(frame, f"y ~ {first} + (1 | g)")
+    checked(frame, "y ~ x + (1 | g)", second)
+    with pytest.raises(Refusal, match="a combination of the formula's columns"):
+        checked(frame, f"y ~ {first} + (1 | g)", second)
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli", "poisson"])
+def test_a_response_that_few_rows_have(frame: Any, family: str) -> None:
+    """Sums of columns times it are those rows'."""
+    frame["event"] = (frame.id % 50 == 3).astype(int)
+    with pytest.raises(Refusal, match="the column 'event'"):
+        checked(frame, "event ~ x + (1 | g)", family=family)
+    frame["event"] = (frame.id % 20 == 3).astype(int)
+    checked(frame, "event ~ x + (1 | g)", family=family)
+
+
+def test_as_many_columns_as_rows_are_rows(frame: Any) -> None:
+    waves = " + ".join(f"cos({k} * x)" for k in range(1, 21))
+    with pytest.raises(Refusal, match="a combination of the formula's columns"):
+        checked(frame.head(20), f"y ~ {waves} + (1 | g)")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +243,8 @@ def test_moments_of_expressions_do_not_leave_before_they_were_looked_at(
     """They are asked for while there is no design yet."""
     study = FormulaStudy.from_text(formula)
     with pytest.raises(Refusal, match=words):
-        SmallCounts().check_scaled(study, study.rows(frame), {})
-    SmallCounts(minimum=1).check_scaled(study, study.rows(frame), {})
+        SmallCounts().check_scaled(study, study.rows(frame), [])
+    SmallCounts(minimum=1).check_scaled(study, study.rows(frame), [])
 
 
 def test_moments_of_what_people_scale_do(frame: Any) -> None:
@@ -189,9 +255,9 @@ def test_moments_of_what_people_scale_do(frame: Any) -> None:
         "y ~ x + (1 | g)",
     ):
         study = FormulaStudy.from_text(formula)
-        SmallCounts().check_scaled(study, study.rows(frame), {"y ~ x + (1 | g)": answered})
+        SmallCounts().check_scaled(study, study.rows(frame), [answered])
     later = frame.assign(v=frame.x + (frame.id == 7))
     study = FormulaStudy.from_text("y ~ scale(v) + (1 | g)")
-    SmallCounts().check_scaled(study, study.rows(later), {})
+    SmallCounts().check_scaled(study, study.rows(later), [])
     with pytest.raises(Refusal, match=r"'v' to the formula .* answered before"):
-        SmallCounts().check_scaled(study, study.rows(later), {"y ~ x + (1 | g)": answered})
+        SmallCounts().check_scaled(study, study.rows(later), [answered])
