@@ -23,7 +23,7 @@ from fedpop.flower.remote import RoundTerms
 from fedpop.flower.secure_sums import SecureTerms
 from fedpop.flower.server_folder import FEDERATION, ServerFolder
 from fedpop.flower.server_settings import SECURE, deployment, deployment_of
-from fedpop.flower.site import DESCRIPTION, MODEL, Site, open_site, study_from
+from fedpop.flower.site import DESCRIPTION, MODEL, Site, answered_designs, open_site, study_from
 from fedpop.flower.site_folder import read_toml
 from fedpop.flower.site_records import SiteRecord, roster_of_sites
 from fedpop.flower.table_form import columns_there, form_changes
@@ -254,7 +254,7 @@ def _check_formula(deployment: FormulaDeployment, site: Site, say: Say) -> None:
     written, members = Written(), LocalMembers(study, rows)
     groups = Groups(members, study)
     agreed_on(groups, deployment.fit.levels, deployment.fit.min_count, deployment.fit.contrasts)
-    site.small_counts.check(groups.study, rows, {})
+    site.small_counts.check(groups.study, rows, answered_designs(site.folder))
     say(f"  the data fit {study.formula.text}: {len(rows)} rows of {members.units} group(s)")
     journal = Journal()
     try:

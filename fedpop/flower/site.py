@@ -212,6 +212,15 @@ class AtHand:
         self.state, self.stamp = state, stamp_of(str(path))
 
 
+def answered_designs(folder: Path) -> list[DesignColumns]:
+    """Designs that a site has answered, of all formulas."""
+    earlier = []
+    for file in sorted(folder.glob(f"experiments/*/*{COLUMNS}")):
+        description = read_sealed(file.with_name(FORMULA), "an answered formula")
+        earlier.append(DesignColumns.read(str(description["formula"]), read_tensors(file)))
+    return earlier
+
+
 @dataclass(frozen=True)
 class SiteExperiment:
     """One experiment at a site: the study, and the states of its units."""
@@ -323,26 +332,18 @@ class SiteExperiment:
         """What a design would show of few rows is not answered, alone or beside those answered before, which
         are at this site. A design that was checked is stored before anything made of it leaves."""
         if study.design is None:
-            self.site.small_counts.check_scaled(study, rows, self._answered())
+            self.site.small_counts.check_scaled(study, rows, answered_designs(self.site.folder))
             return
         found, file = design_columns(study, rows).tensors(), self.folder / COLUMNS
         stored = read_tensors(file) if file.exists() else {}
         if stored.keys() == found.keys() and all(torch.equal(stored[n], v) for n, v in found.items()):
             return
-        self.site.small_counts.check(study, rows, self._answered())
+        self.site.small_counts.check(study, rows, answered_designs(self.site.folder))
         write_sealed(self.folder / FORMULA, {"formula": study.formula.text})
         if stored:  # it was answered from other rows before these
             file.rename(self.folder / f"{sum(1 for _ in self.folder.glob(f'*{COLUMNS}'))}-{COLUMNS}")
         write_tensors(file, found)
         log.info("%s: the formula %s is answered, from %d row(s)", self.name, study.formula.text, len(rows))
-
-    def _answered(self) -> list[DesignColumns]:
-        """Designs that this site has answered."""
-        earlier = []
-        for other in sorted(self.folder.parent.glob(f"*/*{COLUMNS}")):
-            description = read_sealed(other.with_name(FORMULA), "an answered formula")
-            earlier.append(DesignColumns.read(str(description["formula"]), read_tensors(other)))
-        return earlier
 
     @property
     def federation(self) -> Federation:

@@ -27,7 +27,6 @@ from fedpop.mixed.bases import (
 )
 from fedpop.mixed.common_key import compared_names
 from fedpop.mixed.design import INTERCEPT, Coordinates, Design, Wanted, columns, everyone, scale_name
-from fedpop.mixed.families import Family
 from fedpop.mixed.formula import Formula
 from fedpop.mixed.nesting import Tree
 from fedpop.mixed.response import require_two
@@ -112,10 +111,9 @@ class Groups:
 # --- columns and their levels ----------------------------------------------------------------------
 
 
-def columns_in(formula: Formula, family: Family) -> tuple[str, ...]:
+def columns_in(formula: Formula) -> tuple[str, ...]:
     """Columns that stand by themselves in a formula, of which it has to be known what they hold."""
-    bare = [part.column for part in formula.parts[0 if family.binomial else 1 :] if part.column is not None]
-    return tuple(dict.fromkeys(bare))
+    return tuple(dict.fromkeys(part.column for part in formula.parts if part.column is not None))
 
 
 def agreed(
@@ -127,8 +125,13 @@ def agreed(
     """The short rounds before: what of columns has to be known to all, and members receive it. Without sites
     the sum over groups is formed at once; it is the same."""
     formula, members, binomial = groups.study.formula, groups.members, groups.study.family.binomial
-    kinds = members.asks(ColumnKinds(columns_in(formula, groups.study.family)), {})
+    kinds = members.asks(ColumnKinds(columns_in(formula)), {})
     groups.kinds = kinds
+    if not binomial and groups.study.response in kinds.named:
+        raise DataError(
+            f"the response {groups.study.response!r} holds names, and a {groups.study.family.name} model is of "
+            "numbers: family='binomial' is for a yes or no"
+        )
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
     summary = wanted.schema(minimum, many).asked(members.asks)

@@ -305,7 +305,7 @@ def fitted_over(members: Members, study: FormulaStudy, settings: FitSettings | N
 def _private(groups: Groups, settings: FitSettings, started: float) -> MixedFit:
     """The fit under differential privacy, where nothing is asked beside noised sums."""
     formula, given = groups.study.formula, frozenset(settings.levels)
-    names = groups.members.asks(ColumnKinds(columns_in(formula, groups.study.family)), {})
+    names = groups.members.asks(ColumnKinds(columns_in(formula)), {})
     wanted = Wanted.of(formula, names.named)
     scaled = (*(part.text for part in wanted.scaled), *(call.text for call in wanted.bases))
     private.check_columns(wanted.categorical, scaled, given)

@@ -76,7 +76,8 @@ class RowOrder:
     def starts(self, level: int) -> np.ndarray:
         """Where each group of a level begins, in this order."""
         if level == self.begins.shape[1]:
-            return np.cumsum(self.sizes) - self.sizes
+            first: np.ndarray = np.cumsum(self.sizes) - self.sizes
+            return first
         return np.flatnonzero(self.begins[:, level])
 
 

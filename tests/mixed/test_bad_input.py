@@ -29,6 +29,7 @@ def changed(frame, **columns):
         ("count ~ x + (1 | g)", "bernoulli", {}, DataError, "must be 0 or 1"),
         ("y ~ x + (1 | g)", "poisson", {}, DataError, "whole number, 0 or more"),
         ("s ~ x + (1 | g)", "bernoulli", {}, DataError, "has 3 categories"),
+        ("s ~ x + (1 | g)", "gaussian", {}, DataError, "response 's' holds names.*family='binomial'"),
         ("yes ~ x + (1 | g)", "bernoulli", {"yes": 0}, DataError, "nothing to explain"),
         ("cbind(yes, x) ~ w + (1 | g)", "binomial", {}, DataError, "failures in cbind"),
         ("cbind(yes, yes) ~ w + (1 | g)", "poisson", {}, SettingsError, "family='binomial'"),
