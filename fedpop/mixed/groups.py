@@ -129,8 +129,8 @@ def agreed(
     groups.kinds = kinds
     if not binomial and groups.study.response in kinds.named:
         raise DataError(
-            f"the response {groups.study.response!r} holds names, and a {groups.study.family.name} model is of "
-            "numbers: family='binomial' is for a yes or no"
+            f"the response {groups.study.response!r} holds names, and a {groups.study.family.name} model is "
+            "of numbers: family='binomial' is for a yes or no"
         )
     wanted = Wanted.of(formula, kinds.named)
     many = members.roster.sites is not None
