@@ -242,7 +242,8 @@ class SecureSums:
         sharing: int = 0,
     ) -> Sum:
         """A sum in mode everyone: repeated until all have answered; where they are not all ``required``,
-        those who do not in time, or refuse, are left out of a further attempt."""
+        those who do not in time, or refuse, are left out of a further attempt, which the sites refuse unless
+        they are enough."""
         asked, reasons = dict(requests), dict[str, str]()
         while True:
             if len(asked) < self.terms.policy.minimum_sites:
@@ -274,8 +275,8 @@ class SecureSums:
         self, attempt: Attempt, asked: Mapping[str, Request], timeout: float, back: Back, required: bool
     ) -> tuple[dict[str, Masked], dict[str, str], bool]:
         """Replies to an attempt, why others are out of the question, and whether a new attempt is needed:
-        somebody has begun another session."""
-        requests, found = _with(asked, attempt), dict[str, Masked]()
+        somebody has begun another session. Who is not ``required`` is asked twice at most."""
+        requests, found, again = _with(asked, attempt), dict[str, Masked](), False
         while missing := sorted(asked.keys() - found.keys()):
             wanted = {n: requests[n] for n in missing}
             replies = self._transport.send(wanted, timeout, lambda replies: False)
@@ -287,6 +288,9 @@ class SecureSums:
                 return found, out, False
             if not away:
                 continue
+            if again and not required:
+                return found, {n: reasons[n] for n in away}, False
+            again = True
             log.info("%s must answer, and went away or was silent for long", ", ".join(sorted(away)))
             while not back(sorted(away), timeout):
                 if not required:

@@ -472,7 +472,7 @@ class SiteExperiment:
         header, last_counted = request.header, int(request.header["heard"])
         question = self._suppressing(_question(header["description"], request.tensors, self.study))
         self.site.allowed.require_question(question)
-        self._require_rows(question)
+        self._require_rows(question, header.get("secure") is not None)
         about = {"site": self.site.name, "experiment": self.name, "question": question.name}
         terms = header.get("secure")
         attempt = None if terms is None or "attempt" not in terms else self.secure.attempt(request, True)
@@ -535,7 +535,7 @@ class SiteExperiment:
         exempt = () if self.study.response is None else (self.study.response,)
         return question.suppressing(self.site.small_counts.minimum, exempt)
 
-    def _require_rows(self, question: Question[Any]) -> None:
+    def _require_rows(self, question: Question[Any], secure: bool) -> None:
         """Cross products of a few rows reveal the rows: they are not sent."""
         rows, least = int(self.federation.train.sizes.sum()), self.site.spectral_rows
         if question.shows_rows is None or rows >= least or question.shows_rows >= least:
@@ -546,9 +546,11 @@ class SiteExperiment:
                 f'start = {{kind = "Spectral", minimum = {least}}}, under which such a site sends zeros',
                 Code.FEW_ROWS,
             )
-        raise Refusal(
-            f"{question.name}: products of fewer than {least} rows are not sent; the others do", Code.FEW_ROWS
-        )
+        then = "the others do"
+        if secure:
+            then = "a secure sum needs everyone: lower spectral_rows in site.toml, or leave this site out"
+        why = f"{question.name}: products of fewer than {least} rows are not sent; {then}"
+        raise Refusal(why, Code.FEW_ROWS)
 
     def finish(self, request: Request) -> Message:
         """Store the theta that was learned, and the states to predict with."""

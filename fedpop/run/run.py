@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fedpop.client.losses import WORK
 from fedpop.decisions import Decision
-from fedpop.errors import CheckpointError, FedpopError, SettingsError, warn_user
+from fedpop.errors import (
+    CheckpointError,
+    EstimateError,
+    FedpopError,
+    SettingsError,
+    warn_user,
+)
 from fedpop.evaluation.scores import ValidationScore
 from fedpop.evaluation.verdict import Verdict
 from fedpop.federation.clients import Federation
@@ -512,11 +518,16 @@ class Run:
     # --- between rounds, for callbacks -------------------------------------------------------
 
     def validation_score(self) -> float:
-        """Mean predictive log-likelihood of all validation examples at the published theta."""
+        """Mean predictive log-likelihood of all validation examples at the published theta; NaN where it
+        cannot be had now."""
         key = self.secret.at(round=self.round, purpose="validation")
         question = ValidationScore(self.algorithm)
         published = self.algorithm.publish(self.server)
-        return self.ask(question, published, key, AsTheyStand(), question.split)[0]
+        try:
+            return self.ask(question, published, key, AsTheyStand(), question.split)[0]
+        except EstimateError as error:  # a secure sum whose cohort has become another one, say
+            warn_user(f"round {self.round}: no validation score ({error})")
+            return math.nan
 
     def remember(self) -> None:
         """Keep the present state as the best so far: the server's, and on request each site's."""

@@ -11,6 +11,8 @@ import pytest
 import torch
 from flwr.app import Message
 
+import fedpop as fp
+from fedpop.errors import EstimateError, FedpopWarning
 from fedpop.files import writable_folder
 from fedpop.flower import secure_site
 from fedpop.flower.deployment import run_deployment
@@ -22,7 +24,7 @@ from fedpop.flower.secure_sums import SecureSums
 from fedpop.privacy import secure
 from fedpop.privacy.secure import Policy
 from tests.flower.local_grid import LocalGrid
-from tests.flower.secured import planned, run_over, same_theta, secured, simulated
+from tests.flower.secured import planned, run_over, same_theta, secured, simulated, sites
 from tests.flower.sites import transport_on
 
 pytest.importorskip("Crypto")
@@ -352,3 +354,31 @@ def test_a_session_whose_beginning_is_cut_short_is_never_an_old_one(
         with pytest.raises(Killed):
             site.session  # noqa: B018
     assert site.session.secret != old.secret
+
+
+def test_a_score_that_cannot_be_had_ends_no_run(tmp_path: Path) -> None:
+    """A site's answers to a question are always lost: without it the sum is refused, and rounds go on."""
+    data = {n: fp.Client(c.x, c.y, validation=(c.x, c.y)) for n, c in sites().items()}
+    grid, terms, _ = secured(tmp_path / "sites", data)
+
+    def fault(site: str, request: Message, reply: Message) -> list[Message] | None:
+        return (
+            None if site == "s1" and read(request).header.get("question") == "validation score" else [reply]
+        )
+
+    grid.fault = fault
+    run = planned("FedAvg", 3, terms, WAITS, callbacks=[fp.callbacks.EarlyStop(every=2)])
+    with pytest.warns(FedpopWarning, match="round 2: no validation score"):
+        found = run_deployment(run, transport_on(grid))
+    assert found.rounds == 3
+    same_theta(found, simulated("FedAvg"))
+
+
+def test_a_site_with_few_rows_says_what_to_do(tmp_path: Path) -> None:
+    data = sites(classes=False)
+    data["s2"] = fp.Client(data["s2"].x[:5], data["s2"].y[:5])
+    grid, terms, folders = secured(tmp_path / "sites", data)
+    settings = folders["s2"] / "site.toml"
+    settings.write_text(settings.read_text().replace("spectral_rows = 2\n", ""))
+    with pytest.raises(EstimateError, match="needs everyone: lower spectral_rows"):
+        run_deployment(planned("FedSOUL", 3, terms, classes=False), transport_on(grid))

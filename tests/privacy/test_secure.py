@@ -81,6 +81,11 @@ class Site:
         self.memory = Memory.unpacked(self.memory.packed())
         return reply
 
+    def opened_share(self, attempt: Attempt, of: str) -> bytes:
+        """Its share of another site's secret, as it has answered."""
+        blobs = secure._unpacked(self.memory.answer)[1]
+        return blobs[attempt.sites.index(of)]
+
     def unmask(self, attempt: Attempt, heard: Sequence[str], replies: Mapping[str, secure.Masked]) -> bytes:
         shares = secure.shares_for(self.name, replies)
         self.memory, answer = secure.unmask(attempt, heard, shares, self.session, self.memory)
@@ -428,19 +433,48 @@ def test_a_further_attempt_of_everyone_masks_the_same_words_anew() -> None:
     assert secure.opened(third, again) == secure.opened(second, replies)
 
 
+def stripped(sites: Mapping[str, Site], now: Attempt, reply: secure.Masked, known: set[str]) -> bytes:
+    """A site's words without its self mask, which the server has when a sum is opened, and without the masks
+    that it shares with sites whose secrets are ``known``."""
+    total = secure._Words(LAYOUT, reply.words)
+    shares = [(i, sites[n].opened_share(now, reply.site)) for i, n in enumerate(now.sites, 1)]
+    secret = secure._joined(shares, now, reply.proof)
+    assert secret is not None
+    size = secure.size_of(LAYOUT)
+    total.add(secure._stream(secure._self_key(secret, now), size), -1)
+    for name in known - {reply.site}:
+        offer = next(o for o in now.offers if o.site == reply.site)
+        key = secure._pair_key(sites[name].session, offer, now)
+        total.add(secure._stream(key, size), -secure._sign(reply.site, name))
+    return total.data
+
+
 def test_exchanged_vectors_cannot_be_told_apart() -> None:
-    """Two runs with one total whose sites' vectors were exchanged: every byte that the server sees is the
-    same function of the keys, but for the masked words, and these differ by what the masks hide."""
-    seen = []
-    for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
-        sites = federation(4)
-        now = attempt(sites)
-        replies = {
-            n: secure.read(s.send(now, words(order[i])), now, n) for i, (n, s) in enumerate(sites.items())
-        }
-        answers = {n: sites[n].unmask(now, sorted(sites), replies) for n in sites}
-        seen.append(secure.opened(now, replies, answers))
-    assert seen[0] == seen[1]
+    """Runs with one total in which two honest sites' vectors were exchanged, against a server that two other
+    sites collude with, and that knows both vectors: less whichever of them, a site's words are as any bytes
+    are. With the key of that pair, too, it can tell."""
+    honest, both = ("s00", "s02"), (bytes(secure.size_of(LAYOUT)), words(7))
+    right = {known: np.zeros((2, 2)) for known in (2, 3)}
+    runs = 30
+    for number in range(runs):
+        for order in (0, 1):
+            sites = federation(4)
+            now = attempt(sites, number=number, index=number)
+            each = {honest[0]: both[order], honest[1]: both[1 - order], "s01": words(1), "s03": words(3)}
+            replies = {n: secure.read(s.send(now, each[n]), now, n) for n, s in sites.items()}
+            answers = {n: sites[n].unmask(now, sorted(sites), replies) for n in sites}
+            expected = plain_sum(list(each.values()))
+            assert numbers(secure.opened(now, replies, answers)) == expected
+            for known, names in ((2, {"s01", "s03"}), (3, {"s01", "s03", honest[1]})):
+                left = stripped(sites, now, replies[honest[0]], names)
+                for guess in (0, 1):
+                    words_left = secure._Words(LAYOUT, left)
+                    words_left.add(both[guess], -1)
+                    right[known][order, guess] += np.mean(np.frombuffer(words_left.data, np.uint8) == 0)
+    assert np.diag(right[3]).tolist() == [runs, runs]
+    size, chance = secure.size_of(LAYOUT), 1 / 256
+    apart = (right[2] / runs - chance) / np.sqrt(chance * (1 - chance) / (size * runs))
+    assert float(np.abs(apart).max()) < 5
 
 
 # --- no differencing -------------------------------------------------------------------------
