@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 
@@ -13,7 +16,7 @@ from fedpop.comparison.runner import run_jobs, workers
 from fedpop.data.images import prepare
 from fedpop.errors import CheckpointError, DataError, SettingsError, warn_user
 from fedpop.extras import require_report
-from fedpop.files import reading, writable_folder
+from fedpop.files import reading, writable_folder, write_bytes
 from fedpop.report.records import Report
 from fedpop.report.results import Record, Results
 from fedpop.version import __version__
@@ -29,10 +32,46 @@ class Job(runner.Job):
     """Sets of images, with the split: ("cifar10", "train")."""
     again: bool = False
     """Records count only if this version made them."""
+    smaller: tuple[dict[str, Any], ...] = ()
+    """Settings with smaller budgets, whose records it makes, too."""
 
     def done(self, results: Results) -> bool:
         records = [r for r in results.records if not self.again or r["version"] == __version__]
-        return super().done(Results(results.folder, records))
+        found = Results(results.folder, records)
+        return super().done(found) and all(own.done(found) for own in self._each())
+
+    def overrules(self, r: Record) -> bool:
+        return super().overrules(r) or any(own.overrules(r) for own in self._each())
+
+    def _each(self) -> list[Job]:
+        return [replace(self, setting=setting, smaller=()) for setting in self.smaller]
+
+
+def hours(jobs: Sequence[Job], results: Results) -> float | None:
+    """Of one core, by the seconds that a backbone pass of the same method took in the records, on the same
+    images where there are such, and of any where there are none; None where nothing is known of them."""
+    paces: dict[tuple[str, ...], list[float]] = {}
+    for r in results.records:
+        passes, seconds = (r["cost"].get(name) for name in ("backbone_passes", "seconds"))
+        if passes and seconds:
+            for key in ((r["method"], r["setting"].get("dataset", "")), (r["method"],), ()):
+                paces.setdefault(key, []).append(seconds / passes)
+    if () not in paces or not all("passes" in job.setting for job in jobs):
+        return None
+
+    def seconds_of(job: Job) -> float:
+        (method,), images = job.methods, job.setting.get("dataset", "")
+        known = next(paces[key] for key in ((method, images), (method,), ()) if key in paces)
+        return float(job.setting["passes"]) * median(known)
+
+    return sum(map(seconds_of, jobs)) / 3600
+
+
+def ahead(jobs: Sequence[Job], every: int, results: Results) -> str:
+    """What is said before the first of them begins."""
+    many = f"{len(jobs)} of {every} runs are to be made"
+    found = hours(jobs, results)
+    return many if found is None else f"{many}: about {found:.1f} hours of one core, as runs took before"
 
 
 @dataclass(frozen=True)
@@ -62,6 +101,8 @@ class Experiment(Report):
     budgets: Callable[[Results], Sequence[int]] | None = None
     """Budgets of backbone passes that records are distinguished by, its own where there are none; None where
     rounds are counted instead."""
+    pictures: Callable[[Results], Mapping[str, str]] | None = None
+    """SVG files beside the page, by name, for texts that show them."""
     per_seed: Callable[[Record], bool] = lambda r: True
     """Which records there is one of for each seed; others count splits, say, by their own number."""
 
@@ -132,7 +173,10 @@ class Experiment(Report):
             of = ", ".join(sorted({r["method"] for r in old}))
             warn_user(f"{len(old)} records of {of} were made with other settings and give way to new ones")
             results.records = [r for r in results.records if r not in old]
-        prepare_all([job for job in chosen if not job.done(results)], data)
+        missing = [job for job in chosen if not job.done(results)]
+        prepare_all(missing, data)
+        if missing:
+            sys.stderr.write(f"{ahead(missing, len(chosen), results)}\n")
         torch.set_num_threads(1)  # as workers have: numbers do not depend on how many there are
         run_jobs(chosen, results, many, self.name)
         return self.tell(results)
@@ -142,6 +186,12 @@ class Experiment(Report):
         results = Results.open(folder)
         with reading(folder / "results.json", "an experiment's results"):
             return self.tell(results)
+
+    def write(self, results: Results) -> Path:
+        path = super().write(results)
+        for name, drawn in (self.pictures(results) if self.pictures else {}).items():
+            write_bytes(results.folder / f"{name}.svg", drawn.encode())
+        return path
 
     def made(self, results: Results) -> str:
         command = self.command(results)

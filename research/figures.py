@@ -59,14 +59,16 @@ def points(
     log_y: bool = True,
     joined: bool = False,
     looks: Mapping[str, Look] | None = None,
+    large: bool = False,
 ) -> str:
-    """Measurements at numbers x: every seed a dot, medians larger; ``lines`` are what was expected.
+    """Measurements at numbers x: every seed a dot, medians larger; ``lines`` are what was expected. A
+    ``large`` figure has room for many groups, whose names stand beside it.
 
     A seed without a value counts as infinite: it has no dot, and enough of them no median either. Seeds that
     agree stand beside each other.
     """
     with styled():
-        figure, axes = new_axes()
+        figure, axes = new_axes(8.4, 4.4) if large else new_axes()
         for dashes, (name, line) in zip(("--", ":", "-."), lines.items(), strict=False):
             axes.plot(*zip(*line, strict=True), dashes, color=BLACK, linewidth=1.1, label=name)
         own = looks or looks_of(groups)
@@ -97,7 +99,10 @@ def points(
             axes.set_yscale("log")
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        _legend_above(axes, len(groups) + len(lines), 2)
+        if large:
+            axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        else:
+            _legend_above(axes, len(groups) + len(lines), 2)
         return svg_of(figure)
 
 

@@ -23,12 +23,13 @@ from fedpop.errors import TrainingError
 from fedpop.evaluation.scores import Evaluation
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Everyone, Uniform
-from fedpop.methods.base import Algorithm
+from fedpop.methods.base import Algorithm, Paced, role_of
 from fedpop.models.base import Model
 from fedpop.population import Population, evaluate
 from fedpop.report.html import Sheet
 from fedpop.report.results import Record, Results, mean, record, values
 from fedpop.run.simulate import fit
+from fedpop.server.optimisers import Constant
 from research.experiment import HERE, Asked, Job
 
 ACTIVE = 10
@@ -39,27 +40,63 @@ ACTIVE = 10
 Build = Callable[[Model], Algorithm]
 
 
-def entries(folder: str) -> dict[str, Entry]:
-    """The rows of an experiment's ``methods.toml`` by their labels. Nothing there was chosen on test images:
-    ``fedpop tune`` chooses on others."""
+LONG = "long"
+"""The table, in a method's, of what it has otherwise in long runs."""
+
+
+def entries(folder: str, long: bool = False) -> dict[str, Entry]:
+    """The rows of an experiment's ``methods.toml`` by their labels, as they are in ``long`` runs or in
+    others. Nothing there was chosen on test images: ``fedpop tune`` chooses on others."""
     path = HERE / folder / "methods.toml"
-    tables = tomllib.loads(path.read_text("utf-8"))["method"]
-    return {e.label: e for e in (entry_from(table, f"{folder}/{path.name}") for table in tables)}
+    out = {}
+    for table in tomllib.loads(path.read_text("utf-8"))["method"]:
+        other = table.pop(LONG, {})
+        entry = entry_from(table | (other if long else {}), f"{folder}/{path.name}")
+        out[entry.label] = entry
+    return out
 
 
-def methods(folder: str) -> dict[str, Build]:
+def methods(folder: str, long: bool = False) -> dict[str, Build]:
     """What makes each of them on a model.
 
     >>> "FedSOUL" in methods("small_data")
     True
     """
-    return {label: entry.build for label, entry in entries(folder).items()}
+    return {label: entry.build for label, entry in entries(folder, long).items()}
 
 
 def settings_of(folder: str) -> Sheet:
     """What each of them has that is not its default."""
-    rows = [(label, in_line(e.settings) or "as they are") for label, e in entries(folder).items()]
+    rows, long = [], entries(folder, long=True)
+    for label, entry in entries(folder).items():
+        rows.append((label, in_line(entry.settings) or "as they are"))
+        if other := {k: v for k, v in long[label].settings.items() if entry.settings.get(k) != v}:
+            rows.append((f"{label}, long runs", f"the same, but for {in_line(other)}"))
     return Sheet(("method", "settings"), rows)
+
+
+def searched(folder: str) -> dict[str, int]:
+    """How many settings of a method were tried on validation images, the one as written among them.
+
+    >>> searched("small_data")["FedRep"]
+    8
+    """
+    tried: dict[str, int] = {}
+    for place in ("tuning", "tuning-own"):
+        for r in Results.open(HERE / folder / place).records:
+            tried[r["method"]] = tried.get(r["method"], 0) + 1
+    return tried
+
+
+def in_search(folder: str, names: Iterable[str]) -> str:
+    """A sentence: whose settings were searched for, and whose were not."""
+    tried = searched(folder)
+    found = [n for n in names if tried.get(n, 0) > 1]
+    rest = [n for n in names if n not in found and not n.startswith("FedSOUL")]
+    many = min((tried[n] for n in found), default=0)
+    told = f"Settings of {', '.join(found)} are the best of {many} each on images held out" if found else ""
+    others = f"nobody searched for those of {', '.join(rest)}" if rest else ""
+    return "; ".join(part for part in (told, others) if part) + "."
 
 
 # --- runs ------------------------------------------------------------------------------------
@@ -76,6 +113,8 @@ class Cell:
     label: str
     also: tuple[tuple[str, str], ...] = ()
     """Splits of images that are read beside the task's own."""
+    smaller: tuple[dict[str, Any], ...] = ()
+    """Settings with smaller budgets, in order, whose records the same run makes on its way."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +134,15 @@ class Run:
         return self.folder / "runs" / f"{where}-{self.cell.method}-{self.seed}"
 
     def record(
-        self, metrics: Mapping[str, float | None], cost: Mapping[str, float], config: dict[str, Any]
+        self,
+        metrics: Mapping[str, float | None],
+        cost: Mapping[str, float],
+        config: dict[str, Any],
+        setting: dict[str, Any] | None = None,
     ) -> Record:
+        """Of the cell's own setting, unless another one is given."""
         cell = self.cell
-        return record(self.experiment, cell.setting, cell.method, self.seed, metrics, cost, config)
+        return record(self.experiment, setting or cell.setting, cell.method, self.seed, metrics, cost, config)
 
     def measured(
         self,
@@ -107,22 +151,37 @@ class Run:
         more: Callable[[Population], Mapping[str, float]] | None = None,
         active: int = ACTIVE,
     ) -> list[Record]:
-        """The record of this run, which has ``more`` scores than the usual ones where given; its folder goes
-        once the record is there. A run that broke down has a record without scores."""
-        try:
-            passes = self.cell.setting["passes"]
-            population = trained(method, federation, passes, self.seed, self.kept, active)
-        except TrainingError:
-            shutil.rmtree(self.kept, ignore_errors=True)
-            return [self.record({"accuracy": None}, {}, method.describe())]
-        scores = scores_of(evaluate(population, "test", widths=False))
-        scores |= more(population) if more else {}
-        last: Mapping[str, Any] = population.history[-1]
-        scores |= {n: last[n] for n in ("loss", "prior_sd") if last.get(n) is not None}
-        cost = population.totals | {"rounds": population.rounds}
-        config = population.algorithm.describe()
-        shutil.rmtree(self.kept)
-        return [self.record(scores, cost, config)]
+        """The records of this run, one for each budget, which have ``more`` scores than the usual ones where
+        given; its folder goes once they are there. A run that broke down has records without scores."""
+        out = list[Record]()
+        for setting in (*self.cell.smaller, self.cell.setting):
+            try:
+                population = trained(method, federation, setting["passes"], self.seed, self.kept, active)
+            except TrainingError:
+                out.append(self.record({"accuracy": None}, {}, method.describe(), setting))
+                continue
+            scores = scores_of(evaluate(population, "test", widths=False))
+            scores |= more(population) if more else {}
+            last: Mapping[str, Any] = population.history[-1]
+            scores |= {n: last[n] for n in ("loss", "prior_sd") if last.get(n) is not None}
+            cost = population.totals | {"rounds": population.rounds}
+            out.append(self.record(scores, cost, population.algorithm.describe(), setting))
+        shutil.rmtree(self.kept, ignore_errors=True)
+        return out
+
+
+def constant(method: Algorithm) -> bool:
+    """Whether a longer run begins with the rounds of a shorter one, to the bit: no rate falls over the
+    rounds, so that both may be one.
+
+    >>> import fedpop as fp
+    >>> from torch import nn
+    >>> model = fp.Composition(None, nn.Linear(1, 1), "normal")
+    >>> constant(fp.FedAvg(model)), constant(fp.FedAvg(model, schedule=fp.steps.Cosine()))
+    (True, False)
+    """
+    paced = role_of(method, Paced)
+    return paced is not None and isinstance(paced.schedule, Constant)
 
 
 def jobs_of(
@@ -149,6 +208,7 @@ def jobs_of(
             (cell.method,),
             config.get((cell.task.images, cell.method)),
             needs=((cell.task.images, "train"), (cell.task.images, "test"), *cell.also),
+            smaller=cell.smaller,
         )
         for seed in range(asked.seeds)
         for cell in cells

@@ -29,7 +29,7 @@ from research.experiment import Asked, Experiment, Job
 from research.images import Build, Cell, Run, average, budgets_of, jobs_of, missing, shown
 
 NAME = "calibration"
-TASKS = full_data.TASKS[: full_data.FIRST]
+TASKS = tuple(task for task in full_data.TASKS if task.images == "cifar10")
 TAKEN = ("FedSOUL", "FedRep", "FedAvg-FT")
 """Methods whose records are those of the full-data experiment."""
 BAYESIAN = ("FedBE", "QLSD", "DG-LMC")

@@ -1,15 +1,15 @@
 """The paper's main table: all images of CIFAR-10 and CIFAR-100 over 100 clients with some classes each.
 
-Beside the methods stands the network's own limit: the same one on all images at once, for as many passes,
-which is given each client's classes when it is scored. FedSOUL, with plain rounds and with local epochs, has
-other budgets too: what pays when passes are few need not when they are many, and the published numbers are
-those of long runs.
+Every method has four budgets, for accuracy depends on nothing as it does on them, and the published numbers
+are those of long runs. Beside the methods stands the network's own limit: the same one on all images at once,
+for as many passes, which is given each client's classes when it is scored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from statistics import stdev
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from fedpop.methods.fedavg import FedAvg
 from fedpop.models.predictive import Predictive
 from fedpop.report import plots
 from fedpop.report.html import Figure, Page, Section, Sheet
-from fedpop.report.results import Record, Results, values
+from fedpop.report.results import Record, Results, mean, values
 from fedpop.run.simulate import fit
 from fedpop.server.optimisers import Cosine
 from research import figures
@@ -31,19 +31,29 @@ from research.experiment import Asked, Experiment, Job
 from research.images import (
     COLUMNS,
     LEGEND,
+    Build,
     Cell,
     Run,
+    budgets_of,
+    constant,
+    in_search,
     in_words,
     jobs_of,
     methods,
+    missing,
     rows,
     scores_of,
+    searched,
     settings_of,
+    shown,
 )
 
 NAME = "full-data"
 PASSES = 500_000
-OURS = ("FedSOUL", "FedSOUL-local")
+"""The budget that a column has first of all."""
+BUDGETS = (100_000, PASSES, 1_000_000, 3_000_000)
+LONG_FROM = 1_000_000
+"""Passes from which methods have the settings of long runs."""
 PUBLISHED = {
     "FedSOUL": (79.48, 91.12, 79.56, 59.73),
     "FedRep": (75.68, 87.70, 79.15, 56.10),
@@ -66,19 +76,35 @@ TASKS = (
     FullImageTask("cifar100", 5),
     FullImageTask("cifar100", 20),
 )
-FIRST = 2
-"""Tasks of the first stage, which is run before anything else."""
-OTHERS = {t: (100_000, 1_000_000, 3_000_000) if t in TASKS[:FIRST] else (3_000_000,) for t in TASKS}
-"""Further budgets of FedSOUL alone."""
 PAPERS = "The paper's: the accuracy that it reports; after how many passes it does not say."
 NEVER = -1e30
 """The head's output for a class that cannot be; minus infinity times nothing would be no number."""
 LIMIT = "pooled"
 """The network on everybody's images."""
 METHODS = methods("full_data")
-FIRST_METHODS = ("FedSOUL", "FedSOUL-local", "FedRep", "FedAvg-FT", "Ditto", "APFL", "Local")
-LATER_METHODS = tuple(n for n in METHODS if n not in FIRST_METHODS)
-ALL = (*FIRST_METHODS, LIMIT, *LATER_METHODS)
+IN_LONG_RUNS = methods("full_data", long=True)
+FIRST_METHODS = ("FedSOUL", "FedRep", "FedAvg-FT", "FedSOUL-local", "Ditto", "APFL", "Local")
+AT_LENGTH = FIRST_METHODS[:3]
+"""Those whose longest runs have ``SEEDS`` seeds, and whose other budgets come first."""
+SEEDS = 3
+TODAY = ("FedBABU", "FedDBE", "pFedFDA", "pFedVEM", "pFedBayes")
+"""Methods that the paper does not have, for the images that ``TODAYS`` names."""
+TODAYS = "cifar10"
+IMAGES = 50_000
+"""Images that are trained on, in either set."""
+LATER_METHODS = tuple(n for n in METHODS if n not in (*FIRST_METHODS, *TODAY))
+ALL = (*FIRST_METHODS, LIMIT, *LATER_METHODS, *TODAY)
+SHORT_BY = 3.0
+"""Points below the paper's number from which a line says what was tried."""
+
+
+def build_of(name: str, passes: int) -> Build:
+    return (IN_LONG_RUNS if passes >= LONG_FROM else METHODS)[name]
+
+
+def methods_of(task: FullImageTask) -> tuple[str, ...]:
+    """Those of a column, in order."""
+    return tuple(n for n in ALL if task.images == TODAYS or n not in TODAY)
 
 
 def setting_of(task: FullImageTask, passes: int | None = None) -> dict[str, Any]:
@@ -90,18 +116,21 @@ def setting_of(task: FullImageTask, passes: int | None = None) -> dict[str, Any]
     }
 
 
-def cell(task: FullImageTask, passes: int, name: str) -> Cell:
+def cell(task: FullImageTask, budgets: Sequence[int], name: str) -> Cell:
+    """One run, of the largest of these budgets, with the records of the others on its way."""
+    *smaller, passes = budgets
     label = f"{task.images} S={task.classes}, {passes:,} passes"
-    return Cell(task, setting_of(task, passes), name, label)
+    others = tuple(setting_of(task, n) for n in smaller)
+    return Cell(task, setting_of(task, passes), name, label, smaller=others)
 
 
 def job(run: Run) -> list[Record]:
-    """The record of one method on one task and seed."""
-    task = run.cell.task
+    """The records of one method on one task and seed."""
+    task, passes = run.cell.task, run.cell.setting["passes"]
     federation = task.make(run.data, run.seed)
     if run.cell.method == LIMIT:
         return [limit(run, federation)]
-    return run.measured(METHODS[run.cell.method](task.model(run.seed)), federation)
+    return run.measured(build_of(run.cell.method, passes)(task.model(run.seed)), federation)
 
 
 def limit(run: Run, federation: Federation) -> Record:
@@ -133,33 +162,50 @@ def among(p: Predictive, classes: Tensor) -> Predictive:
     return replace(p, eta=p.eta.masked_fill(never, NEVER))
 
 
+def shared(task: FullImageTask, name: str, budgets: Sequence[int]) -> list[tuple[int, ...]]:
+    """Budgets by runs: those before long runs are one run of methods whose rates do not fall."""
+    short, long = ([n for n in budgets if (n >= LONG_FROM) == which] for which in (False, True))
+    groups = [(n,) for n in long]
+    if name in METHODS and short and constant(METHODS[name](task.model(0))):
+        return [tuple(short), *groups]
+    return [*[(n,) for n in short], *groups]
+
+
 def jobs(asked: Asked) -> list[Job]:
-    """The first stage for all seeds; FedSOUL with other budgets; then CIFAR-100, then the other methods of
-    the table. A budget that is asked for takes the place of them all."""
-    early, late = TASKS[:FIRST], TASKS[FIRST:]
-    passes = asked.passes or PASSES
-    others = {} if asked.passes else OTHERS
-    stages = (
-        [cell(task, passes, name) for name in (*FIRST_METHODS, LIMIT) for task in early],
-        [cell(task, n, name) for task in TASKS for n in others.get(task, ()) for name in OURS],
-        [cell(task, passes, name) for name in (*FIRST_METHODS, LIMIT) for task in late],
-        [cell(task, passes, name) for name in LATER_METHODS for task in (*early, *late)],
-    )
-    return [j for cells in stages for j in jobs_of(NAME, asked, job, cells, METHODS)]
+    """Column after column, each with one budget first, then with the others. A budget that is asked for takes
+    the place of them all."""
+    out: list[Job] = []
+
+    def add(task: FullImageTask, name: str, budgets: Sequence[int], seeds: int) -> None:
+        known = IN_LONG_RUNS if budgets[-1] >= LONG_FROM else METHODS
+        cells = [cell(task, budgets, name)]
+        out.extend(jobs_of(NAME, replace(asked, seeds=seeds), job, cells, known))
+
+    for task in TASKS:
+        names = methods_of(task)
+        if asked.passes:
+            for name in names:
+                add(task, name, (asked.passes,), asked.seeds)
+            continue
+        runs = {name: shared(task, name, BUDGETS) for name in names}
+        for name in names:
+            for run in runs[name]:
+                if PASSES in run:
+                    add(task, name, run, asked.seeds)
+        for name in sorted(names, key=lambda n: n not in AT_LENGTH):
+            for run in reversed(runs[name]):  # the longest says most
+                if PASSES not in run:
+                    more = SEEDS if name in AT_LENGTH and run[-1] == BUDGETS[-1] else 1
+                    add(task, name, run, max(asked.seeds, more))
+    return out
 
 
 # --- the report ----------------------------------------------------------------------------------
 
 
 def budgets(results: Results) -> list[int]:
-    """Those of the tables: what anybody but FedSOUL had, and FedSOUL alone where it is none of its own."""
-    own = {passes for others in OTHERS.values() for passes in others}
-    found = {
-        r["setting"]["passes"]
-        for r in results.records
-        if r["method"] not in OURS or r["setting"]["passes"] not in own
-    }
-    return sorted(found) or [PASSES]
+    """The experiment's own, unless there are others."""
+    return budgets_of(results, BUDGETS)
 
 
 def name_of(setting: dict[str, Any]) -> str:
@@ -169,11 +215,6 @@ def name_of(setting: dict[str, Any]) -> str:
     )
 
 
-def paces_of(results: Results, task: FullImageTask) -> list[int]:
-    """All of FedSOUL's budgets, the tables' among them."""
-    return sorted({*budgets(results), *OTHERS[task]})
-
-
 def published(setting: dict[str, Any], name: str) -> float | None:
     """What the paper reports."""
     tasks = [(task.images, task.classes) for task in TASKS]
@@ -181,77 +222,159 @@ def published(setting: dict[str, Any], name: str) -> float | None:
     return PUBLISHED[name][tasks.index(task)] if name in PUBLISHED else None
 
 
+def ran(results: Results, setting: dict[str, Any]) -> list[str]:
+    """Methods with a record."""
+    return [n for n in ALL if results.of(setting, n)]
+
+
 def table(results: Results, setting: dict[str, Any]) -> Sheet:
-    """A row for every method, empty where it has not been run, with the paper's number beside ours."""
+    """A row for every method that has been run, with the paper's number beside ours."""
     found = []
-    for row in rows(results, setting, ALL):
+    for row in rows(results, setting, ran(results, setting)):
         known = published(setting, row[0])
         found.append((*row[:3], "-" if known is None else f"{known:.1f} %", *row[3:]))
     ours = frozenset(i for i, row in enumerate(found) if row[0] == "FedSOUL")
     return Sheet((*COLUMNS[:3], "the paper's", *COLUMNS[3:]), found, ours)
 
 
-def paced(results: Results, task: FullImageTask) -> Sheet:
-    """FedSOUL's rows by budget, and the published number to reach."""
-    found = [
-        (f"{name}, {passes:,} passes", *rows(results, setting_of(task, passes), (name,))[0][1:])
-        for name in OURS
-        for passes in paces_of(results, task)
-    ]
-    known = published(setting_of(task), "FedSOUL")
-    mark = [] if known is None else [("the paper's", "-", f"{known:.1f} %", *["-"] * (len(COLUMNS) - 3))]
-    return Sheet(COLUMNS, found + mark)
+def by_budget(results: Results, task: FullImageTask) -> Sheet:
+    """Every method's accuracy, and ECE, with each budget."""
+    allowed = budgets(results)
+    columns = ("method", "the paper's", *[f"{passes:,} passes" for passes in allowed])
+    found = []
+    for name in methods_of(task):
+        known = published(setting_of(task), name)
+        cells = [accuracy_of(results.of(setting_of(task, passes), name)) for passes in allowed]
+        found.append((name, "-" if known is None else f"{known:.1f} %", *cells))
+    return Sheet(columns, found, frozenset(i for i, row in enumerate(found) if row[0] == "FedSOUL"))
 
 
-def paces(results: Results, task: FullImageTask) -> str:
-    """Accuracy against the budget."""
-    reached: dict[str, dict[float, list[float]]] = {name: {} for name in OURS}
-    budgets = paces_of(results, task)
-    for name, passes in product(OURS, budgets):
-        if found := values(results.of(setting_of(task, passes), name), "accuracy"):
-            reached[name][passes / 1000] = [100 * v for v in found]
+def accuracy_of(found: Sequence[Record]) -> str:
+    """With the standard deviation over seeds, where there are several, and the ECE."""
+    if none := missing(found, 1):
+        return none[0]
+    scores = [100 * v for v in values(found, "accuracy")]
+    spread = f" ± {stdev(scores):.1f}" if len(scores) > 1 else ""
+    return f"{mean(scores):.1f}{spread} % ({shown(found, 'ece')})"
+
+
+def below(results: Results, task: FullImageTask) -> Sheet:
+    """Methods that stay below their published numbers, with what was tried."""
+    columns = ("method", "best", "after passes", "the paper's", "points", "settings", "longer runs")
+    tried, found = searched("full_data"), []
+    for name in methods_of(task):
+        known = published(setting_of(task), name)
+        reached = {
+            passes: 100 * mean(scores)
+            for passes in budgets(results)
+            if (scores := values(results.of(setting_of(task, passes), name), "accuracy"))
+        }
+        if known is None or not reached:
+            continue
+        passes = max(reached, key=lambda n: reached[n])
+        if reached[passes] >= known - SHORT_BY:
+            continue
+        how = f"best of {tried[name]} tried" if tried.get(name, 0) > 1 else "not searched for"
+        longer = [n for n in budgets(results) if n > max(reached)]
+        told = "none" if not longer else f"{in_words(longer)} passes not run"
+        epochs = f"{passes:,}, {passes / IMAGES:.0f} for each image"
+        best = (f"{reached[passes]:.1f} %", epochs, f"{known:.1f} %", f"{reached[passes] - known:+.1f}")
+        found.append((name, *best, how, told))
+    return Sheet(columns, found)
+
+
+def curves(results: Results, task: FullImageTask) -> str:
+    """Accuracy against passes, of every method."""
+    reached: dict[str, dict[float, list[float]]] = {}
+    allowed = budgets(results)
+    for name in methods_of(task):
+        for passes in allowed:
+            if found := values(results.of(setting_of(task, passes), name), "accuracy"):
+                reached.setdefault(name, {})[passes / 1000] = [100 * v for v in found]
     known = published(setting_of(task), "FedSOUL")
-    mark = {} if known is None else {"the paper's": [(passes / 1000, known) for passes in budgets]}
-    return figures.points(reached, mark, "thousands of passes", "test accuracy, %", log_y=False, joined=True)
+    mark = {} if known is None else {"the paper's FedSOUL": [(passes / 1000, known) for passes in allowed]}
+    words = ("thousands of passes", "test accuracy, %")
+    return figures.points(reached, mark, *words, log_y=False, joined=True, large=True)
 
 
 def settings(results: Results) -> list[dict[str, Any]]:
-    return [setting_of(task, passes) for passes in budgets(results) for task in TASKS]
+    """Of which there are records."""
+    found = [setting_of(task, passes) for task in TASKS for passes in budgets(results)]
+    return [s for s in found if ran(results, s)]
+
+
+def column(task: FullImageTask) -> str:
+    return f"{task.images}, {task.classes} classes per client"
 
 
 def sheets(results: Results) -> dict[str, Sheet]:
-    own = {name_of(s): table(results, s) for s in settings(results)}
-    return own | {f"{t.images}, {t.classes} classes per client: budgets": paced(results, t) for t in TASKS}
+    out = {}
+    for task in TASKS:
+        out[f"{column(task)}: accuracy (ECE) by budget"] = by_budget(results, task)
+        if (lines := below(results, task)).rows:
+            out[f"{column(task)}: below the paper's"] = lines
+    return out | {name_of(s): table(results, s) for s in settings(results)}
 
 
 def page(results: Results) -> Page:
     sections = []
+    for task in TASKS:
+        drawn = [Figure(curves(results, task), "Each seed a dot, medians larger.")]
+        words = (
+            "Accuracy in percent, with its standard deviation over seeds where there are several, and the "
+            f"ECE of pooled predictions in brackets. {PAPERS}"
+        )
+        title = f"{column(task)}: accuracy by budget"
+        there = any(ran(results, setting_of(task, passes)) for passes in budgets(results))
+        sections.append(Section(title, words, by_budget(results, task), drawn if there else [], wide=True))
+        if (lines := below(results, task)).rows:
+            words = (
+                f"Methods that end more than {SHORT_BY:g} points below the paper's number, and what was "
+                "tried: how many settings, for how long. Where a client trains a whole model by itself, it "
+                "sees its images as often as the passes per image say, however many clients there are."
+            )
+            sections.append(Section(f"{column(task)}: below the paper's", words, lines))
     for setting in settings(results):
         groups = {n: [100 * v for v in values(results.of(setting, n), "accuracy")] for n in ALL}
-        there = {n: v for n, v in groups.items() if v}
-        drawn = [Figure(plots.dots(there, "test accuracy, %", {"FedSOUL"}), "Every dot is a seed.")]
+        with_scores = {n: v for n, v in groups.items() if v}
+        drawn = [Figure(plots.dots(with_scores, "test accuracy, %", {"FedSOUL"}), "Every dot is a seed.")]
         text = f"{LEGEND} {PAPERS}"
-        sections.append(Section(name_of(setting), text, table(results, setting), drawn if there else []))
-    for task in TASKS:
-        drawn = [Figure(paces(results, task), "Each seed a dot, medians larger.")]
-        title = f"{task.images}, {task.classes} classes per client: FedSOUL with other budgets"
-        words = "Plain rounds send one gradient of all images; local epochs take steps on them, and drift."
-        sections.append(Section(title, words, paced(results, task), drawn))
+        sections.append(
+            Section(name_of(setting), text, table(results, setting), drawn if with_scores else [])
+        )
     allowed = in_words(budgets(results))
     lead = (
         "All training images over 100 clients with equal shards of the same number of classes, ten of them "
         f"active per round, test images alike. Every method may spend {allowed} backbone passes and shifts "
-        "and mirrors its images. FedSOUL has its default settings; those of the others stand at the end. "
-        "FedRep, FedAvg-FT and Ditto were searched for with fedpop tune research/full_data/tune.toml, on "
-        "images held out of training; the others' were not. Methods with a whole model of each client's own "
-        "(Ditto, APFL, Local) see a client's images but a few times within this budget, and are far from "
-        f"where they would end. '{LIMIT}' is the same network on all images at once, told each client's "
-        "classes. L2GD has everybody in every round."
+        "and mirrors its images. FedSOUL has its default settings; those of the others stand at the end, "
+        "with what they have otherwise in runs of a million passes or more, where rates fall along a cosine. "
+        f"{in_search('full_data', METHODS)} "
+        f"'{LIMIT}' is the same network on all images at once, told each client's classes. L2GD has "
+        "everybody in every round. Three million passes of FedSOUL, FedRep and FedAvg-FT are to have three "
+        "seeds, all else has one."
     )
     sections.append(Section("Settings", sheet=settings_of("full_data")))
     return Page("fedpop: all of CIFAR-10 and CIFAR-100", lead, sections)
 
 
+def pictures(results: Results) -> dict[str, str]:
+    """Of the columns that have a record."""
+    found = [t for t in TASKS if any(ran(results, setting_of(t, passes)) for passes in budgets(results))]
+    return {f"{task.images}-{task.classes}": curves(results, task) for task in found}
+
+
+def at_length(r: Record) -> bool:
+    return r["method"] in AT_LENGTH and r["setting"]["passes"] == BUDGETS[-1]
+
+
 EXPERIMENT = Experiment(
-    name=NAME, seeds=1, data="cifar10", jobs=jobs, budgets=budgets, sheets=sheets, page=page
+    name=NAME,
+    seeds=1,
+    data="cifar10",
+    jobs=jobs,
+    budgets=budgets,
+    pictures=pictures,
+    per_seed=lambda r: not at_length(r),
+    sheets=sheets,
+    page=page,
 )

@@ -2,13 +2,14 @@
 
 A hundred clients of CIFAR-10 with five classes each, half of them with 5 images and half with 25, ten active
 per round, and twenty more who come afterwards with nothing and with 5 images. Every row is made by the
-command that stands in it.
+command that stands in it. The hundred are one setting of small-data, whose records stand here until a method
+has been run with the newcomers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedpop.methods.base import Algorithm
 from fedpop.population import Population, evaluate_few
 from fedpop.report.html import Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, values
+from research import small_data
 from research.experiment import Asked, Experiment, Job
 from research.images import (
     BROKE,
@@ -28,7 +30,7 @@ from research.images import (
     after_title,
     average,
     budgets_of,
-    entries,
+    in_search,
     in_words,
     jobs_of,
     methods,
@@ -95,15 +97,56 @@ def _measured(run: Run, build: Build) -> list[Record]:
     return run.measured(build(task.model(run.seed)), federation, more)
 
 
+@dataclass(frozen=True)
+class Own(Job):
+    """A run of this experiment's, which small-data's record of the same clients does not replace."""
+
+    def done(self, results: Results) -> bool:
+        return super().done(Results(results.folder, [r for r in results.records if not is_taken(r)]))
+
+
+@dataclass(frozen=True)
+class Taken(Job):
+    """A record of small-data's, taken again where it has changed there, as long as there is none of ours."""
+
+    def done(self, results: Results) -> bool:
+        (made,) = taken(*self.arguments)
+        there = [r for r in results.of(self.setting, self.methods[0]) if r["seed"] == self.seed]
+        return made in there or any(not is_taken(r) for r in there)
+
+
+def taken(found: Record) -> list[Record]:
+    """The same record under this experiment's name; it tells nothing of newcomers."""
+    return [found | {"experiment": NAME, "setting": found["setting"] | {"new": NEW}}]
+
+
+def is_taken(r: Record) -> bool:
+    return r["metrics"].get("accuracy") is not None and not any(n.startswith("new_") for n in r["metrics"])
+
+
+def beside(folder: Path) -> Path:
+    """Where small-data has its records: its own folder, or that of its name beside another than ours."""
+    ours = folder == EXPERIMENT.folder
+    return small_data.EXPERIMENT.folder if ours else folder.parent / small_data.NAME
+
+
 def jobs(asked: Asked) -> list[Job]:
     def cells(names: Sequence[str]) -> list[Cell]:
         return [Cell(TASK, setting_of(asked.passes), name, "leaderboard") for name in names]
 
-    if asked.method is None:
-        return jobs_of(NAME, asked, job, cells(list(METHODS)), METHODS)
-    own = own_methods(asked.method)
-    made = jobs_of(NAME, asked, job, cells(list(own)), own)
-    return [replace(j, call=own_job, arguments=(*j.arguments, asked.method.resolve())) for j in made]
+    if asked.method is not None:
+        own = own_methods(asked.method)
+        made = jobs_of(NAME, asked, job, cells(list(own)), own)
+        return [replace(j, call=own_job, arguments=(*j.arguments, asked.method.resolve())) for j in made]
+    theirs, setting = Results.open(beside(asked.folder)), setting_of(asked.passes)
+    there = [
+        Taken(taken, (r,), f"from small-data, {name}, seed {r['seed']}", setting, r["seed"], (name,))
+        for name in METHODS
+        for r in theirs.of(clients_of(TASK, setting["passes"]), name)
+        if r["seed"] < asked.seeds
+    ]
+    runs = jobs_of(NAME, asked, job, cells(list(METHODS)), METHODS)
+    return [*there, *(Own(**vars(j)) for j in runs)]
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -115,8 +158,9 @@ COLUMNS = (
 LEGEND = (
     "Accuracy: mean over clients, and over the worst tenth of them; NLL and ECE (15 bins) over all test "
     f"images; new: {NEW} clients who took no part, with no labelled image and with 5 ('no model': a method "
-    "that has nothing to offer without data); passes: backbone example-passes in training (a forward alone "
-    "is a third); sec.: of one core, of whatever machine a run was made on. The best accuracy comes first."
+    "that has nothing to offer without data; 'not run': the row is small-data's, of the same clients, seeds "
+    "and budget, without newcomers); passes: backbone example-passes in training (a forward alone is a "
+    "third); sec.: of one core, of whatever machine a run was made on. The best accuracy comes first."
 )
 OWN = (
     "A method of your own joins with one file and one command: define a subclass of "
@@ -132,6 +176,9 @@ def budgets(results: Results) -> list[int]:
 def command_of(found: Sequence[Record], name: str, passes: int) -> str:
     """What one types for a row."""
     seeds = 1 + max(r["seed"] for r in found)
+    if all(map(is_taken, found)) and name in METHODS:
+        label = f"{small_data.group_of(clients_of(TASK))}, {small_data.name_of(clients_of(TASK))}"
+        return f'python -m research small-data --only "{label}, {name}"'
     words = f' --only "{name}, seed"' if name in METHODS else " --method FILE"
     words += "" if seeds == EXPERIMENT.seeds else f" --seeds {seeds}"
     return f"python -m research {NAME}{words}" + ("" if passes == PASSES else f" --passes {passes}")
@@ -145,7 +192,8 @@ def row(results: Results, name: str, passes: int) -> tuple[str, ...]:
     new: list[str] = []
     for n in EXAMPLES:
         served = values(found, f"new_{n}_accuracy")
-        new += [f"{100 * mean(served):.1f} %" if served else "no model", shown(found, f"new_{n}_ece")]
+        none = "not run" if all(map(is_taken, found)) else "no model"
+        new += [f"{100 * mean(served):.1f} %" if served else none, shown(found, f"new_{n}_ece")]
     return (
         name,
         str(len(found)),
@@ -174,7 +222,11 @@ def ranked(results: Results, passes: int) -> list[str]:
 def table(results: Results, passes: int) -> Sheet:
     names = ranked(results, passes)
     ours = frozenset(i for i, name in enumerate(names) if name == "FedSOUL")
-    return Sheet(COLUMNS, [row(results, name, passes) for name in names], ours)
+    found = [row(results, name, passes) for name in names]
+    if rest := [name for name in METHODS if name not in names]:
+        command = f"python -m research {NAME}" + ("" if passes == PASSES else f" --passes {passes}")
+        found.append((f"not run: {', '.join(rest)}", "0", *["-"] * (len(COLUMNS) - 3), command))
+    return Sheet(COLUMNS, found, ours)
 
 
 def sheets(results: Results) -> dict[str, Sheet]:
@@ -189,25 +241,15 @@ def settings() -> Sheet:
     return Sheet(searched.columns, [*searched.rows, *rest.rows])
 
 
-def waiting(results: Results, passes: int) -> str:
-    """Which methods have no record yet."""
-    there = ranked(results, passes)
-    absent = [name for name in METHODS if name not in there]
-    return f" Not run yet: {', '.join(absent)}." if absent else ""
-
-
 def page(results: Results) -> Page:
-    small = entries("leaderboard")
     lead = (
         f"{TASK.small} clients with {TASK.n_small} images of CIFAR-10 and {TASK.large} with {TASK.n_large}, "
         "five classes each; ten are active per round, and every method may spend "
-        f"{in_words(budgets(results))} backbone passes. FedSOUL has its defaults; {', '.join(small)} have "
-        "settings that nobody searched for, the others those of small-data. "
+        f"{in_words(budgets(results))} backbone passes. FedSOUL has its defaults. "
+        f"{in_search('small_data', METHODS)}"
     )
     sections = [
-        Section(
-            f"Leaderboard{after_title(n, PASSES)}", LEGEND + waiting(results, n), table(results, n), wide=True
-        )
+        Section(f"Leaderboard{after_title(n, PASSES)}", LEGEND, table(results, n), wide=True)
         for n in budgets(results)
     ]
     sections += [Section("Join", OWN), Section("Settings of the others", sheet=settings())]

@@ -21,6 +21,7 @@ from fedpop.report.html import Figure, Page, Section, Sheet
 from fedpop.report.results import Record, Results, record, values
 from research.experiment import Asked, Experiment, Job
 from research.figures import spread
+from research.full_data import TODAY
 from research.images import (
     Cell,
     Run,
@@ -44,7 +45,9 @@ TASKS = (FullImageTask("cifar10", 5), FullImageTask("cifar10", 2))
 WIDTH = "FedSOUL-width"
 """Clients in training are asked how wide the prior should be for newcomers."""
 BUILDS = methods("full_data")
-METHODS = {n: BUILDS["FedSOUL" if n == WIDTH else n] for n in ("FedSOUL", WIDTH, "FedRep", "FedAvg-FT")}
+METHODS = {
+    n: BUILDS["FedSOUL" if n == WIDTH else n] for n in ("FedSOUL", WIDTH, "FedRep", "FedAvg-FT", *TODAY)
+}
 
 
 def newcomers_of(task: FullImageTask) -> int:

@@ -1,7 +1,7 @@
 """The paper's figure on small clients: 100 of them with some classes of CIFAR each, most with few images.
 
-A share of the clients has 5 or 10 images and the rest 25, ten take part in a round, and every method may
-spend the same number of backbone passes.
+A share of the clients has 5 or 10 images (or 2, as in the supplement) and the rest 25, ten take part in a
+round, and every method may spend the same number of backbone passes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from research.images import (
     Run,
     after_title,
     budgets_of,
+    in_search,
     in_words,
     jobs_of,
     methods,
@@ -37,11 +38,15 @@ FIRST_METHODS = ("FedSOUL", RIVAL, "APFL", "FedAvg-FT")
 METHODS = methods("small_data")
 GROUPS = (("cifar10", 5), ("cifar10", 2), ("cifar100", 20))
 """Images, and how many classes a client has."""
+SHARES, SIZES = (10, 50, 90), (5, 10)
+"""Of the clients with few images, and how many these have."""
+FEWEST = (("cifar10", 5), 2)
+"""A group that has this size, too, as in the paper's supplement."""
 TASKS = tuple(
-    ImageTask(images, classes, small=share, n_small=n, large=CLIENTS - share, n_large=25, validation=0)
-    for images, classes in GROUPS
-    for n in (5, 10)
-    for share in (10, 50, 90)
+    ImageTask(*group, small=share, n_small=n, large=CLIENTS - share, n_large=25, validation=0)
+    for group in GROUPS
+    for n in (*[few for g, few in [FEWEST] if g == group], *SIZES)
+    for share in SHARES
 )
 
 
@@ -72,14 +77,15 @@ def job(run: Run) -> list[Record]:
 
 
 def jobs(asked: Asked) -> list[Job]:
-    """The first stage for all seeds; then its tasks with the other methods; then the other tasks."""
+    """The first stage for all seeds; then its tasks with the other methods; then the other tasks, those with
+    the fewest images first."""
 
     def cell(task: ImageTask, name: str) -> Cell:
         setting = setting_of(task, asked.passes)
         return Cell(task, setting, name, f"{group_of(setting)}, {name_of(setting)}")
 
     def first(task: ImageTask) -> bool:
-        return group_of(setting_of(task)) == group_of(setting_of(TASKS[0]))
+        return group_of(setting_of(task)) == group_of(setting_of(TASKS[0])) and task.n_small in SIZES
 
     stages = (
         [cell(task, name) for task in TASKS if first(task) for name in FIRST_METHODS],
@@ -110,8 +116,13 @@ def groups(results: Results) -> dict[str, Settings]:
 
 
 def everything(results: Results, settings: Settings) -> Sheet:
-    """One row for each share, size and method."""
-    out = [(name_of(s), *row) for s in settings for row in rows(results, s, METHODS)]
+    """One row for each share, size and method that has been run, and one for the others."""
+    out = []
+    for s in settings:
+        ran = [name for name in METHODS if results.of(s, name)]
+        out += [(name_of(s), *row) for row in rows(results, s, ran)]
+        if rest := [name for name in METHODS if name not in ran]:
+            out.append((name_of(s), f"not run: {', '.join(rest)}", "0", *["-"] * (len(COLUMNS) - 2)))
     return Sheet(("clients", *COLUMNS), out, frozenset(i for i, r in enumerate(out) if r[1] == "FedSOUL"))
 
 
@@ -149,27 +160,42 @@ def sheets(results: Results) -> dict[str, Sheet]:
     return out
 
 
-def figures(results: Results, settings: Settings) -> list[Figure]:
-    out = []
-    for score, scale, label in (("accuracy", 100.0, "test accuracy, %"), ("ece", 1.0, "ECE")):
-        shown = {
-            name_of(s).replace(" with ", "\nN = "): {
-                m: [scale * v for v in values(results.of(s, m), score)] for m in METHODS
-            }
-            for s in settings
+def drawn(results: Results, settings: Settings, score: str, scale: float, label: str) -> str | None:
+    """A score by share and size of the small clients, of the methods that have been run; None without any."""
+    shown = {
+        name_of(s).replace(" with ", "\nN = "): {
+            m: [scale * v for v in values(results.of(s, m), score)] for m in METHODS
         }
-        if any(v for methods in shown.values() for v in methods.values()):
-            drawn = spread(shown, "share and size of the small clients", label, log_y=False)
-            out.append(Figure(drawn, "Every dot is a seed."))
-    return out
+        for s in settings
+    }
+    there = {group: found for group, found in shown.items() if any(found.values())}
+    if not there:
+        return None
+    return spread(there, "share and size of the small clients", label, log_y=False)
+
+
+ACCURACY, ECE = ("accuracy", 100.0, "test accuracy, %"), ("ece", 1.0, "ECE")
+
+
+def figures(results: Results, settings: Settings) -> list[Figure]:
+    made = [drawn(results, settings, *score) for score in (ACCURACY, ECE)]
+    return [Figure(svg, "Every dot is a seed.") for svg in made if svg is not None]
+
+
+def pictures(results: Results) -> dict[str, str]:
+    """Accuracy in each group with the experiment's own budget."""
+    own = {g: s for g, s in groups(results).items() if s[0]["passes"] == PASSES}
+    made = {g.replace(" S=", "-"): drawn(results, settings, *ACCURACY) for g, settings in own.items()}
+    return {name: svg for name, svg in made.items() if svg is not None}
 
 
 def page(results: Results) -> Page:
     allowed = in_words(budgets(results))
     lead = (
-        "CIFAR over 100 clients with the same number of classes (S) each: a share of them has 5 or 10 "
+        "CIFAR over 100 clients with the same number of classes (S) each: a share of them has few "
         f"images, the rest 25. Ten are active per round, and every method may spend {allowed} backbone "
-        "passes. FedSOUL has its default settings; those of the others stand at the end."
+        "passes. FedSOUL has its default settings; those of the others stand at the end. "
+        f"{in_search('small_data', METHODS)}"
     )
     sections = []
     for group, settings in groups(results).items():
@@ -187,5 +213,12 @@ def page(results: Results) -> Page:
 
 
 EXPERIMENT = Experiment(
-    name=NAME, seeds=3, data="cifar10", jobs=jobs, budgets=budgets, sheets=sheets, page=page
+    name=NAME,
+    seeds=3,
+    data="cifar10",
+    jobs=jobs,
+    budgets=budgets,
+    pictures=pictures,
+    sheets=sheets,
+    page=page,
 )

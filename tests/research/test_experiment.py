@@ -228,3 +228,32 @@ def test_a_folder_of_another_experiment_is_left_alone(room: Path, capsys: pytest
     told = refused(capsys, "drift", "--out", str(room / "synthetic"))
     assert "holds records of synthetic; use another --out" in told
     assert (room / "synthetic" / "results.json").read_bytes() == before
+
+
+def test_what_remains_is_told_in_hours_by_the_seconds_of_earlier_runs(tmp_path: Path) -> None:
+    """The same method's on the same images; on any; and everybody's where it has none."""
+    results = Results(tmp_path)
+    for name, images, passes, seconds in (
+        ("FedRep", "cifar10", 1000.0, 3.6),
+        ("FedRep", "cifar100", 1000.0, 7.2),
+        ("FedAvg", "cifar10", 1000.0, 36.0),
+    ):
+        cost = {"backbone_passes": passes, "seconds": seconds}
+        results.add([record("full-data", {"dataset": images}, name, 0, {}, cost, {})])
+
+    def hours(name: str, images: str) -> float | None:
+        return experiment.hours([_of(name, {"dataset": images, "passes": 1_000_000})], results)
+
+    assert hours("FedRep", "cifar10") == pytest.approx(1.0)
+    assert hours("FedRep", "mnist") == pytest.approx(1.5)
+    assert hours("Ditto", "cifar10") == pytest.approx(2.0)
+    jobs = [_of("FedRep", {"dataset": "cifar10", "passes": 500_000}), _of("FedRep", {"rounds": 3})]
+    assert experiment.ahead(jobs[:1], 4, results) == (
+        "1 of 4 runs are to be made: about 0.5 hours of one core, as runs took before"
+    )
+    assert experiment.ahead(jobs, 4, results) == "2 of 4 runs are to be made"
+    assert experiment.hours(jobs[:1], Results(tmp_path / "none")) is None
+
+
+def _of(method: str, setting: dict[str, object]) -> Job:
+    return Job(list, (), method, setting, 0, (method,))

@@ -7,12 +7,13 @@ import pytest
 
 from fedpop.client.local_sgd import LocalSGD
 from fedpop.comparison.config import read_config
+from fedpop.comparison.tune import trials_of
 from fedpop.data.image_task import ImageTask
 from fedpop.errors import FedpopWarning
 from fedpop.report.results import Results
 from research import small_data
 from research.experiment import HERE
-from research.images import entries, methods
+from research.images import entries, methods, settings_of
 from tests.data.files import mnist
 
 TASK = ImageTask("mnist", 2, small=3, n_small=2, large=2, n_large=4, validation=0, test=4)
@@ -26,12 +27,34 @@ def test_every_method_can_be_made(name: str) -> None:
     assert all(made[m].name == m for m in made if m != "FedSOUL-local")
 
 
-@pytest.mark.parametrize("name", ["small_data", "full_data"])
-def test_searches_begin_with_methods_of_their_experiment(name: str) -> None:
-    searched = read_config(HERE / name / "tune.toml").entries
-    known = entries(name) | (entries("leaderboard") if name == "small_data" else {})
-    assert searched[0].label == "FedSOUL"
-    assert all(known[e.label].name == e.name and e.search for e in searched[1:])
+@pytest.mark.parametrize("place", ["small_data/tune", "full_data/tune", "full_data/tune-own"])
+def test_searches_are_of_the_methods_of_their_experiment(place: str) -> None:
+    """Each in one of them, and every trial can be made."""
+    config = read_config(HERE / f"{place}.toml")
+    known, searched = entries(place.partition("/")[0]), config.entries
+    rivals = searched if place.endswith("own") else searched[1:]
+    assert searched[0].label == "FedSOUL" or rivals == searched
+    assert all(known[e.label].name == e.name and e.search for e in rivals)
+    model = TASK.model(0)
+    for entry in rivals:
+        trials = trials_of(entry, config.tune.trials, config.tune.seed)
+        assert len({str(trial.build(model).describe()) for trial in trials}) == config.tune.trials == 8
+
+
+def test_every_method_of_small_and_of_full_data_is_in_a_search() -> None:
+    for name, places in (("small_data", ["tune"]), ("full_data", ["tune", "tune-own"])):
+        searched = [e.label for place in places for e in read_config(HERE / name / f"{place}.toml").entries]
+        assert len(searched) == len(set(searched))
+        assert set(searched) == set(entries(name)) - {"FedSOUL-local"}
+
+
+def test_long_runs_differ_where_the_file_says_so() -> None:
+    short, long = entries("full_data"), entries("full_data", long=True)
+    changed = {name for name in short if short[name].settings != long[name].settings}
+    assert changed == {"FedRep", "FedAvg-FT", "Ditto"}
+    assert all(long[name].settings["schedule"] == {"kind": "Cosine"} for name in changed)
+    told = {row[0]: row[1] for row in settings_of("full_data").rows}
+    assert told["FedRep, long runs"] == "the same, but for schedule (kind Cosine)"
 
 
 def test_what_was_run_with_other_settings_is_run_again(

@@ -9,6 +9,7 @@ from fedpop.client.local_sgd import LocalSGD
 from fedpop.data.image_task import FullImageTask
 from fedpop.errors import CheckpointError, FedpopWarning
 from fedpop.methods.fedavg import FedAvg
+from fedpop.methods.fedrep import FedRep
 from fedpop.methods.l2gd import L2GD
 from fedpop.report.results import Results
 from fedpop.run.lock import locked_folder
@@ -56,3 +57,21 @@ def test_a_run_that_is_in_use_stays(tmp_path: Path) -> None:
     with locked_folder(out), pytest.raises(CheckpointError, match="process"):
         trained(FedAvg(model, local=LocalSGD(rate=0.02)), federation, 100, 0, out, active=2)
     assert sorted(p for p in out.rglob("*") if p.name != ".lock") == [p for p in before if p.name != ".lock"]
+
+
+def test_a_run_with_several_budgets_makes_what_each_alone_would(tmp_path: Path) -> None:
+    """To the bit, where no rate falls."""
+    federation, small = TASK.make(mnist(tmp_path), 0), SETTING | {"passes": 400}
+    method = FedRep(TASK.model(0, "mlp"), head=LocalSGD(2, 0.1), body=LocalSGD(2, 0.1, 10, momentum=0.9))
+    both = Run("test", Cell(TASK, SETTING, "both", "both", smaller=(small,)), 0, None, tmp_path / "out")
+    found = both.measured(method, federation, active=2)
+    assert [r["setting"]["passes"] for r in found] == [400, 1000]
+    assert found[0]["cost"]["rounds"] < found[1]["cost"]["rounds"]
+    for r in found:
+        alone = Run("test", Cell(TASK, r["setting"], "both", "one"), 0, None, tmp_path / "alone")
+        (one,) = alone.measured(method, federation, active=2)
+        assert one["metrics"] == r["metrics"]
+        assert one["config"] == r["config"]
+        assert {k: v for k, v in one["cost"].items() if k != "seconds"} == {
+            k: v for k, v in r["cost"].items() if k != "seconds"
+        }

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedpop.data.image_task import ImageTask
 from fedpop.errors import SettingsError
 from fedpop.report.results import Results, record
 from research import leaderboard, small_data
 from research.__main__ import main
+from research.images import settings_in
 from tests.data.files import mnist
 from tests.research.quick import shorten
 
@@ -89,6 +91,46 @@ def test_methods_without_a_record_are_named_and_those_that_broke_down_come_last(
         results.add([record("leaderboard", setting, name, 0, metrics | {"accuracy": accuracy}, {}, {})])
     assert leaderboard.ranked(results, leaderboard.PASSES) == ["FedSOUL", "FedAvg", "FedRep"]
     assert leaderboard.table(results, leaderboard.PASSES).rows[2][2] == "broke down"
-    told = leaderboard.waiting(results, leaderboard.PASSES)
-    assert "pFedFDA" in told
-    assert "FedSOUL" not in told
+    rest = leaderboard.table(results, leaderboard.PASSES).rows[3]
+    assert rest[0].startswith("not run: ")
+    assert "pFedFDA" in rest[0]
+    assert "FedSOUL" not in rest[0]
+    assert rest[-1] == "python -m research leaderboard"
+
+
+@pytest.mark.usefixtures("few")
+def test_small_datas_records_stand_in_until_newcomers_were_there(tmp_path: Path) -> None:
+    """The same clients, seed and budget: a run of ours replaces the row, nothing else does."""
+    data, out = mnist(tmp_path), tmp_path / "out"
+    theirs = Results(tmp_path / "small-data")
+    for name, accuracy in (("FedAvg", 0.3), ("FedRep", 0.4)):
+        found = {"accuracy": accuracy, "accuracy_worst_decile": 0.1, "nll": 1.0, "ece": 0.1}
+        cost = {"rounds": 1, "seconds": 1.0, "bytes_up": 1, "bytes_down": 1, "backbone_passes": 60}
+        config = settings_in(leaderboard.METHODS[name](TASK.model(0)))
+        theirs.add([record("small-data", small_data.setting_of(TASK, 60), name, 0, found, cost, config)])
+    words = ["leaderboard", "--out", str(out), "--seeds", "1", "--processes", "1", "--data-dir", str(data)]
+    main([*words, "--only", "from small-data"])
+    first, second, rest = leaderboard.table(Results.open(out), 60).rows
+    assert (first[0], second[0]) == ("FedRep", "FedAvg")
+    assert rest[0] == "not run: FedSOUL, pFedFDA"
+    assert first[6:10] == ("not run", "-", "not run", "-")
+    assert first[-1].startswith("python -m research small-data --only ")
+    main([*words, "--only", "FedAvg, seed"])
+    rows = {row[0]: row for row in leaderboard.table(Results.open(out), 60).rows}
+    assert rows["FedAvg"][6] != "not run"
+    assert rows["FedAvg"][-1].startswith("python -m research leaderboard --only ")
+    assert rows["FedRep"] == first
+    jobs = leaderboard.jobs(leaderboard.EXPERIMENT.asked(out, 1, data))
+    done = {job.label for job in jobs if job.done(Results.open(out))}
+    assert "from small-data, FedRep, seed 0" in done
+    assert "leaderboard, FedAvg, seed 0" in done
+    assert "leaderboard, FedRep, seed 0" not in done
+
+
+def test_its_clients_are_those_of_small_data(tmp_path: Path) -> None:
+    data = mnist(tmp_path)
+    alone = TASK.make(data, 0)
+    ours, _ = TASK.split(data, 0, 2)
+    for split in ("train", "test"):
+        assert torch.equal(alone.splits[split].y, ours.splits[split].y)
+        assert torch.equal(alone.splits[split].x, ours.splits[split].x)
