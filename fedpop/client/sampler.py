@@ -230,8 +230,8 @@ class Sampler:
         new = {"z": done.state.z}
         if done.mode is not None:
             new |= {"mode": done.mode, "width": self.hierarchy.prior.unit(beta).expand_as(done.mode)}
-        held = {n: torch.where(good.reshape(-1, *[1] * (v.dim() - 1)), v, local[n]) for n, v in new.items()}
-        return held | done.tuning.to_local()
+        stored = {n: torch.where(good.reshape(-1, *[1] * (v.dim() - 1)), v, local[n]) for n, v in new.items()}
+        return stored | done.tuning.to_local()
 
     def scores(self, target: Target, done: Pass, draws: Tensor, form: str) -> Tensor:
         """I of every unit, ``[C, size]``, from its draws ``[C, S, d]`` or in closed form; see
@@ -312,8 +312,8 @@ def chain_cost(
     for the units at ``rows`` (None: all of them); what was spent together is counted with the first of
     them."""
     examples = cohort.examples
-    looked_at = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
-    steps = examples * (done.gradient_evaluations - done.batched) + looked_at * done.batched
+    batched = examples if batch is None else int(cohort.sizes.clamp(max=batch).sum())
+    steps = examples * (done.gradient_evaluations - done.batched) + batched * done.batched
     counted = False
 
     def cost(value: Tensor, good: Tensor, rows: Tensor | None) -> dict[str, float]:

@@ -42,9 +42,9 @@ def fitted(
     terms: Terms,
     seed: int,
     callbacks: Sequence[Callback] = (),
-    kept: Path | None = None,
+    checkpoints: Path | None = None,
 ) -> Population:
-    """A run of one method on the terms of all; in the folder ``kept`` while it lasts, where one that was
+    """A run of one method on the terms of all; with ``checkpoints`` in a folder while it lasts, one that was
     interrupted is taken up in its midst."""
     rule = terms.rule(method)
     rounds = terms.rounds
@@ -66,12 +66,12 @@ def fitted(
             precision=terms.precision,
             privacy=terms.privacy,
             secure=terms.secure,
-            out=kept,
-            resume=kept is not None,
+            out=checkpoints,
+            resume=checkpoints is not None,
             checkpoint_every=checkpoints_every(rounds),
         )
 
-    return go_on() if kept is None else taken_up(go_on, kept)
+    return go_on() if checkpoints is None else taken_up(go_on, checkpoints)
 
 
 def checkpoints_every(rounds: int) -> int:
@@ -79,14 +79,14 @@ def checkpoints_every(rounds: int) -> int:
     return max(1, rounds // CHECKPOINTS_ON_THE_WAY)
 
 
-def taken_up(go_on: Callable[[], Population], kept: Path) -> Population:
+def taken_up(go_on: Callable[[], Population], checkpoints: Path) -> Population:
     """A run that goes on where it was left in its folder, and from its beginning where other settings left
     that."""
     try:
         return go_on()
     except OtherSettingsError as error:  # a run that is in use, or a full disk, is another matter
-        warn_user(f"the run in {kept} was left by other settings and is begun anew ({error})")
-        shutil.rmtree(kept)
+        warn_user(f"the run in {checkpoints} was left by other settings and is begun anew ({error})")
+        shutil.rmtree(checkpoints)
         return go_on()
 
 
@@ -123,8 +123,8 @@ def run_one(
     method = entry.build(subject.model)
     chosen = "validation" in subject.clients.splits
     watch = Looks(every=terms.every, last=terms.last, after=1 + chosen + bool(subject.newcomers))
-    kept = run_path(folder, entry.label, seed) if keeps else None
-    population = fitted(method, subject.clients, terms, seed, [watch], kept)
+    checkpoints = run_path(folder, entry.label, seed) if keeps else None
+    population = fitted(method, subject.clients, terms, seed, [watch], checkpoints)
     trained = time.perf_counter()
     tell(0.0, "evaluating")
     final = evaluate(population, "test")
@@ -152,8 +152,8 @@ def run_one(
     rest = max(ended - started - spent - population.totals["seconds"], 0.0)
     cost = population.totals | {"rounds": population.rounds}
     cost |= {"evaluation_seconds": spent, "rest_seconds": rest}
-    if kept is not None:
-        shutil.rmtree(kept)
+    if checkpoints is not None:
+        shutil.rmtree(checkpoints)
     return [record(NAME, setting, entry.label, seed, metrics, cost, config_of(method, terms))]
 
 

@@ -97,8 +97,8 @@ def without_test(subject: Subject) -> Subject:
     """The subject as a search may see it."""
     if "validation" not in subject.clients.splits:
         raise DataError("settings are searched for on validation examples, and there are none")
-    kept = {name: packed for name, packed in subject.clients.splits.items() if name != "test"}
-    return Subject(Federation(subject.clients.names, kept, subject.clients.embedded), (), subject.model)
+    splits = {name: packed for name, packed in subject.clients.splits.items() if name != "test"}
+    return Subject(Federation(subject.clients.names, splits, subject.clients.embedded), (), subject.model)
 
 
 def run_trial(
@@ -111,14 +111,14 @@ def run_trial(
     config = config_of(method, terms) | {"settings": dict(entry.settings)}
     metrics: dict[str, float | None] = {}
     cost: dict[str, float] = {}
-    kept = run_path(folder, f"{entry.label}-{setting['trial']}", seed)
+    checkpoints = run_path(folder, f"{entry.label}-{setting['trial']}", seed)
     try:
-        population = fitted(method, subject.clients, terms, seed, kept=kept)
+        population = fitted(method, subject.clients, terms, seed, checkpoints=checkpoints)
         metrics = {f"validation_{n}": v for n, v in evaluate(population, "validation").summary().items()}
         cost = population.totals | {"rounds": population.rounds}
     except FedpopError as error:
         config["failed"] = str(error)
-    shutil.rmtree(kept, ignore_errors=True)
+    shutil.rmtree(checkpoints, ignore_errors=True)
     return [record(NAME, setting, entry.label, seed, metrics, cost, config)]
 
 

@@ -42,7 +42,7 @@ class Columns:
     """Columns of a table as texts, and how errors name what is wrong with a row.
 
     Errors of a site, which the server may see, name rows and columns but no value; those of a table of
-    one's own (``own``) tell it.
+    one's own (``users_table``) tell it.
     """
 
     texts: Mapping[str, Sequence[str]]
@@ -50,7 +50,7 @@ class Columns:
     """Whose table it is: a site, or a file."""
     rows: Sequence[str]
     """What each row is called: a line of a CSV file, a row of others."""
-    own: bool = False
+    users_table: bool = False
     decimal: str = "."
     dropped: int = 0
     """Rows that were left out because something is missing in them."""
@@ -71,7 +71,7 @@ class Columns:
 
     def wrong(self, column: str, row: int, what: str, problem: str) -> DataError:
         """The error for a cell: ``what`` is in it without its value, or its value and the ``problem``."""
-        if self.own:
+        if self.users_table:
             return DataError(f"{self.who}, {self.rows[row]}: {column} is {self[column][row]!r}, {problem}")
         return SchemaError(f"{self.who}, column {column!r}, {self.rows[row]}: {what}")
 
@@ -207,7 +207,7 @@ def require_range(who: str, numbers: Mapping[str, Numbers], form: Mapping[str, A
 
 def fitting(columns: Columns, form: Mapping[str, Any]) -> Columns:
     """The rows that can be used, or one error for all bad cells."""
-    if columns.own:
+    if columns.users_table:
         return columns  # errors about a table of one's own name the first cell, with its value
     if form.get("missing", ERROR) == DROP:
         columns = _complete(columns, form)

@@ -141,31 +141,33 @@ def read_columns(
         more = "" if site is None else ", a folder of images, or module:function"
         raise DataError(f"{path}: data are a .csv or .parquet file{more}")
     who = str(path) if site is None else f"site {site!r}"
-    own = site is None
+    users_table = site is None
     texts, rows = (
-        _csv(path, wanted, who, own, table) if kind in (".csv", ".txt") else _parquet(path, wanted, who, own)
+        _csv(path, wanted, who, users_table, table)
+        if kind in (".csv", ".txt")
+        else _parquet(path, wanted, who, users_table)
     )
     if not rows:
-        raise _error(own, f"{who} has no rows")
-    return Columns(texts, who, rows, own, table.decimal)
+        raise _error(users_table, f"{who} has no rows")
+    return Columns(texts, who, rows, users_table, table.decimal)
 
 
-def _error(own: bool, words: str) -> DataError:
-    return DataError(words) if own else SchemaError(words)
+def _error(users_table: bool, words: str) -> DataError:
+    return DataError(words) if users_table else SchemaError(words)
 
 
-def _require_columns(there: Sequence[str], wanted: Sequence[str], who: str, own: bool) -> None:
+def _require_columns(there: Sequence[str], wanted: Sequence[str], who: str, users_table: bool) -> None:
     for column in wanted:
         if column not in there:
             present = f"; it has {', '.join(there) or 'nothing'}{did_you_mean(column, there)}"
-            more = present if own else ", which the federation needs"
-            raise _error(own, f"{who} has no column {column!r}{more}")
+            more = present if users_table else ", which the federation needs"
+            raise _error(users_table, f"{who} has no column {column!r}{more}")
         if list(there).count(column) > 1:
-            raise _error(own, f"{who} has several columns {column!r}; give each a name of its own")
+            raise _error(users_table, f"{who} has several columns {column!r}; give each a name of its own")
 
 
 def require_separator(
-    there: Sequence[str], wanted: Sequence[str], separator: str, who: str, own: bool
+    there: Sequence[str], wanted: Sequence[str], separator: str, who: str, users_table: bool
 ) -> None:
     """Raise where another separator explains why columns are not there."""
     if set(wanted) <= set(there):
@@ -174,27 +176,33 @@ def require_separator(
     for other in SEPARATORS:
         names = [name.strip().strip('"') for name in line.split(other)]
         if other != separator and len(names) > 1 and set(wanted) <= set(names):
-            remedy = "save it with commas" if own else f"set separator = {json.dumps(other)} in site.toml"
-            raise _error(own, f"{who}: values are separated by {other!r}, not by {separator!r}: {remedy}")
+            remedy = (
+                "save it with commas" if users_table else f"set separator = {json.dumps(other)} in site.toml"
+            )
+            raise _error(
+                users_table, f"{who}: values are separated by {other!r}, not by {separator!r}: {remedy}"
+            )
 
 
 Texts = tuple[dict[str, list[str]], list[str]]
 """Columns, and what their rows are called."""
 
 
-def _csv(path: Path, wanted: Sequence[str], who: str, own: bool, table: TableFormat) -> Texts:
+def _csv(path: Path, wanted: Sequence[str], who: str, users_table: bool, table: TableFormat) -> Texts:
     texts: dict[str, list[str]] = {column: [] for column in wanted}
     rows = []
-    with csv_text(path, table.text_encoding, SAVE_AS if own else ENCODING) as file:
+    with csv_text(path, table.text_encoding, SAVE_AS if users_table else ENCODING) as file:
         reader = csv.DictReader(file, delimiter=table.separator)
         names = reader.fieldnames or []
-        require_separator(names, wanted, table.separator, who, own)
-        _require_columns(names, wanted, who, own)
+        require_separator(names, wanted, table.separator, who, users_table)
+        _require_columns(names, wanted, who, users_table)
         for row in reader:
             rows.append(f"line {reader.line_num}")
             if None in row and (wanted or not _separated_otherwise(names, row, table.separator)):
                 comma = " (a decimal comma in it, perhaps)" if table.separator == "," else ""
-                raise _error(own, f"{who}, {rows[-1]}: more values than the {len(names)} columns{comma}")
+                raise _error(
+                    users_table, f"{who}, {rows[-1]}: more values than the {len(names)} columns{comma}"
+                )
             for column, cells in texts.items():
                 cells.append((row[column] or "").strip())
     return texts, rows
@@ -206,10 +214,10 @@ def _separated_otherwise(names: Sequence[str], row: Mapping[Any, Any], separator
     return other_separator(names, values, separator) is not None
 
 
-def _parquet(path: Path, wanted: Sequence[str], who: str, own: bool) -> Texts:
+def _parquet(path: Path, wanted: Sequence[str], who: str, users_table: bool) -> Texts:
     arrow, parquet = (library(name, "data", "Parquet files") for name in ("pyarrow", "pyarrow.parquet"))
     try:
-        _require_columns(parquet.read_schema(path).names, wanted, who, own)
+        _require_columns(parquet.read_schema(path).names, wanted, who, users_table)
         table = parquet.read_table(path, columns=list(dict.fromkeys(wanted)))
     except (OSError, ValueError, arrow.ArrowException) as error:
         if isinstance(error, DataError):

@@ -428,8 +428,8 @@ class SiteExperiment:
         if message.withheld is not None:
             message = replace(message, payloads={})
             log.warning("%s: round %d: %s", self.name, number, WITHHELD)
-        if work.odd is not None and bool(work.odd.any()):
-            whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
+        if work.outliers is not None and bool(work.outliers.any()):
+            whom = [self.federation.names[i] for i in work.ids[work.outliers.cpu()].tolist()]
             log.warning("%s: round %d: out of all proportion, left out: %s", self.name, number, whom)
         reply = None if attempt is not None else headed(header, message)
         state.before, state.after = self._both_sides(sites, work, now)
@@ -500,11 +500,11 @@ class SiteExperiment:
         if terms is not None and attempt is None:  # what its vectors are called, which everyone is to know
             return headed(about | {"names": _names(work.message)})
         work.settle(work.message.received)
-        if work.odd is not None and bool(work.odd.any()):
-            whom = [self.federation.names[i] for i in work.ids[work.odd.cpu()].tolist()]
+        if work.outliers is not None and bool(work.outliers.any()):
+            whom = [self.federation.names[i] for i in work.ids[work.outliers.cpu()].tolist()]
             log.warning("%s: %s: out of all proportion, left out: %s", self.name, question.name, whom)
-        if question.excludes and work.odd is not None:
-            sites.updates.append((work.ids, {OUTSIDE: work.odd}))
+        if question.excludes and work.outliers is not None:
+            sites.updates.append((work.ids, {OUTSIDE: work.outliers}))
         if sites.updates:
             for side in {id(s): s for s in (state.before, state.after)}.values():
                 for ids, states in sites.updates:

@@ -83,7 +83,7 @@ class Guard:
 
     # --- at a site ---------------------------------------------------------------------------
 
-    def held_back(self, message: Message, examples: Tensor) -> Message:
+    def withhold(self, message: Message, examples: Tensor) -> Message:
         """The message, made of so many ``examples`` ``[S]``, with counts of its norms; without rows that are
         far longer than what was broadcast as usual."""
         seen = [n for n in self.names if n in message.vectors and not self._quiet(n, message.vectors[n])]
@@ -131,7 +131,7 @@ class Guard:
         usual = float(self._usual[name][1])
         return bool(most <= self.multiple * usual and middle <= usual)
 
-    def odd(self, answer: Answer, examples: Tensor) -> bool:
+    def finds_outliers(self, answer: Answer, examples: Tensor) -> bool:
         """Whether somebody's vector is out of proportion, or a sum that was made of all at once; what the sum
         shows counts if nothing is."""
         for name in self.names:

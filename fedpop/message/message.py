@@ -47,7 +47,7 @@ class Answer:
     named: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict)
     """Further sums that the method wants: of which vector, with which coefficients ``[C]``."""
     rows: Tensor | None = None
-    odd: Tensor | None = None
+    outliers: Tensor | None = None
     """Units that are not good because what they have is out of all proportion, ``[C]``."""
 
 
@@ -183,7 +183,7 @@ class Total:
         return cls({}, {}, {}, 0, 0.0, of, ratio)
 
     @property
-    def silent(self) -> bool:
+    def no_step(self) -> bool:
         """No step is to be made: no message was received, and b/|A| is undefined."""
         return self.count == 0 and self.ratio
 

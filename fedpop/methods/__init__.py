@@ -121,5 +121,5 @@ def rebuild(described: dict[str, Any], method: str, model: Model, **given: Any) 
             f"unknown method {method!r}; known are {', '.join(known_methods())} (one of your own is known "
             "once the module that defines it is imported)"
         )
-    held = {k: v for k, v in described.items() if k not in ("model", *given)}
-    return cls(model, **rebuilt_fields(held, cls, {"Module": described_module}), **given)
+    settings = {k: v for k, v in described.items() if k not in ("model", *given)}
+    return cls(model, **rebuilt_fields(settings, cls, {"Module": described_module}), **given)

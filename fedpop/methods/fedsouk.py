@@ -343,7 +343,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         stage = Stage(max(facts.start, warm), facts.rounds)  # schedules and averages begin after it
         if k < warm:
             server = self.anneal.cooled(self.model, server, k + 1, facts.first_stage)
-        if total.silent:
+        if total.no_step:
             return server
         i, j, chains = self._gradients(server, total, facts, key)
         phi, beta, states = self._steps(server, i, j, total, facts, k, stage)

@@ -136,7 +136,7 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         return self.model.phi_layout.size + self.hierarchy.prior.size(self.model.z_layout.size)
 
     @property
-    def own_type(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         return self.model.initial_z().dtype
 
     # --- what a round asks -------------------------------------------------------------------
@@ -187,14 +187,14 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
         each = [evidence(hierarchy, theta, one, curved, noise) for one in cohort.one_by_one()]
         sent = [_sent(own) for own in each]
         vectors = {n: torch.stack([own[n] for own in sent]) for n in sent[0]}
-        good = finite(*[v.to(self.own_type) for v in vectors.values()])
+        good = finite(*[v.to(self.dtype) for v in vectors.values()])
         good = good & self._fit(torch.cat([own.sizes for own in each]))
         values = vectors["evidence"].squeeze(1)
         return Answer(good, vectors, cost=self._cost(cohort, values, good, curved))
 
     def _fit(self, numbers: Tensor) -> Tensor:
         """What the model's own type could hold: a unit whose numbers overflow there is left out here too."""
-        return torch.isfinite(numbers.to(self.own_type))
+        return torch.isfinite(numbers.to(self.dtype))
 
     def _cost(self, cohort: Cohort, values: Tensor, good: Tensor, curved: bool) -> Mapping[str, float]:
         """A backward pass for each parameter beside the first one, where the Hessian is wanted."""
@@ -264,7 +264,7 @@ class MaximumMarginalLikelihood(Hierarchical, EndsByItself):
     def publish(self, server: Tensors) -> Tensors:
         """The best point so far, in the model's own type."""
         state = SearchState.of(unprefixed("search.", server))
-        size, theta = self.model.phi_layout.size, state.x.to(self.own_type)
+        size, theta = self.model.phi_layout.size, state.x.to(self.dtype)
         beta = self.hierarchy.prior.project(theta[size:], Sets.of(server))
         return {"phi": theta[:size], "beta": beta} | {n: server[n] for n in ("sets", "ball")}
 

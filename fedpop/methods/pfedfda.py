@@ -231,10 +231,10 @@ class PFedFDA(Paced, WholeModel):
         share = count / max(len(one.y), 1) + ABSENT
         return (share / share.sum()).log()
 
-    def classes(self, held: Tensors) -> Classes:
+    def classes(self, shared: Tensors) -> Classes:
         """The shared ones, in double precision."""
         k, q = self.shape
-        return Classes(held["means"].double().reshape(k, q), held["covariance"].double().reshape(q, q))
+        return Classes(shared["means"].double().reshape(k, q), shared["covariance"].double().reshape(q, q))
 
     # --- the server's ------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ class QLSD(PosteriorSamples, Asks, Remembers):
         return ones if round.omega is None else ones / (1 + round.omega(cohort.units, self.size))
 
     def server_round(self, server: Tensors, total: Total, facts: Facts, key: Key) -> Tensors:
-        if total.silent:
+        if total.no_step:
             return server
         w, gamma = server["w"], server["gamma"]
         gradient = self.prior_precision * w + total.estimate("U", w)

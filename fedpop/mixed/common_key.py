@@ -44,7 +44,7 @@ class CommonKey:
     """Called at the site with the hashes of groups that are at another site, too."""
 
     @property
-    def held(self) -> bool:
+    def known(self) -> bool:
         return bool(self.secret)
 
     def number(self, text: bytes) -> int:
@@ -99,7 +99,7 @@ class NameBins(Question[Bins]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         bins, keys = torch.zeros(self.bins, dtype=torch.float64), torch.zeros(CHECK_BINS, dtype=torch.float64)
         own, names = self.common_key, units.cohort.units
-        if own.held:
+        if own.known:
             places = own.addresses(self.candidates(asked, names), len(asked["earlier"]), self.bins)
             bins[places] = 1.0  # a site's own groups have different names
             for table in range(CHECK_BINS[0]):
@@ -118,7 +118,7 @@ class SharedNames(NameBins):
     name: ClassVar[str] = "names that two sites have"
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        if self.common_key.held and len(found := self.candidates(asked, units.cohort.units)):
+        if self.common_key.known and len(found := self.candidates(asked, units.cohort.units)):
             self.common_key.tell(found.tolist())
         return Answer(everyone(units.cohort))
 

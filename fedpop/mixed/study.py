@@ -162,7 +162,7 @@ class FormulaStudy(Study):
         if SITE in self.formula.group_columns and SITE not in frame.columns:
             frame = frame.assign(**{SITE: place.site})
         names = list(dict.fromkeys([*self.columns, *self.formula.group_columns]))
-        require_separator(list(map(str, frame.columns)), names, place.table.separator, who, own=False)
+        require_separator(list(map(str, frame.columns)), names, place.table.separator, who, users_table=False)
         for name in names:
             if name not in frame.columns:
                 raise SchemaError(f"{who} has no column {name!r}, which the federation needs")

@@ -113,7 +113,7 @@ def _require_fit(population: Population, newcomers: Sequence[Client]) -> None:
             population.model.prepared(own.example).checked(own)
 
 
-def _newcomers(population: Population, newcomers: Sequence[Client], own: bool) -> Evaluation | None:
+def _newcomers(population: Population, newcomers: Sequence[Client], with_data: bool) -> Evaluation | None:
     found: list[tuple[str, Predictive | None, Tensor]] = []
     for i, client in enumerate(newcomers):
         assert client.test is not None
@@ -122,7 +122,7 @@ def _newcomers(population: Population, newcomers: Sequence[Client], own: bool) -
         y = numbered(as_targets(y, f"new client {i}"), known.labels, f"new client {i}")
         y = known.likelihood.check_targets(y, known.outputs, f"new client {i}")
         try:
-            model = population.new_client(client.x, client.y) if own else population.new_client()
+            model = population.new_client(client.x, client.y) if with_data else population.new_client()
         except DataError:  # its data were checked: the method has nothing to offer
             found.append((str(i), None, y))
             continue

@@ -112,7 +112,7 @@ def schema_of(data: Mapping[str, Any]) -> Schema:
 def table_of(columns: Columns, data: Mapping[str, Any]) -> Table:
     """The columns that have to be asked about: those of numbers as numbers, others as texts."""
     schema = schema_of(data)
-    numeric = schema.numeric if columns.own else numeric_columns(data)
+    numeric = schema.numeric if columns.users_table else numeric_columns(data)
     table: dict[str, Any] = {c: columns.numbers(c) for c in numeric}
     return table | {c: list(columns[c]) for c in schema.categorical}
 

@@ -94,9 +94,9 @@ class SecondMoments(Question[Tensors]):
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
         cohort = units.cohort
         x = _padded(units)
-        x, used, odd = _used(x, units, self.minimum, x.square().sum((1, 2)))
+        x, used, outliers = _used(x, units, self.minimum, x.square().sum((1, 2)))
         second = torch.einsum("cni,cnj->ij", x, x)
-        return _summed(cohort, odd, second=second, count=(used * cohort.sizes).sum())
+        return _summed(cohort, outliers, second=second, count=(used * cohort.sizes).sum())
 
     guarded: ClassVar[tuple[str, ...]] = ("second",)
 
@@ -132,12 +132,12 @@ class CrossProducts(Question[Tensors]):
         x = _padded(units) @ asked["whitener"]
         y = cohort.pad(self.model.likelihood.working_response(cohort.y)).to(torch.float64)
         size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
-        x, used, odd = _used(x, units, self.minimum, size)
+        x, used, outliers = _used(x, units, self.minimum, size)
         y = torch.where(used[:, None, None] > 0, y, torch.zeros_like(y))
         pairs = (used * cohort.sizes * (cohort.sizes - 1)).sum()
         squares = y.square().sum((1, 2)) / cohort.sizes.clamp(min=1)
         unit = y * squares.clamp(min=torch.finfo(y.dtype).tiny).rsqrt()[:, None, None]
-        return _summed(cohort, odd, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
+        return _summed(cohort, outliers, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
 
     guarded: ClassVar[tuple[str, ...]] = ("cross", "even")
 
@@ -175,11 +175,11 @@ def _used(x: Tensor, units: Units, minimum: int, size: Tensor) -> tuple[Tensor, 
     others' x is zero. And those that are out of all proportion."""
     cohort, guard = units.cohort, units.guard
     large = (cohort.sizes >= minimum) & torch.isfinite(size.float())
-    odd = torch.zeros_like(large) if guard is None else guard.far(size * large, cohort.sizes)
-    used = large & ~odd
-    return torch.where(used[:, None, None], x, torch.zeros_like(x)), used.to(x.dtype), odd
+    outliers = torch.zeros_like(large) if guard is None else guard.far(size * large, cohort.sizes)
+    used = large & ~outliers
+    return torch.where(used[:, None, None], x, torch.zeros_like(x)), used.to(x.dtype), outliers
 
 
-def _summed(cohort: Cohort, odd: Tensor, **sums: Tensor) -> Answer:
+def _summed(cohort: Cohort, outliers: Tensor, **sums: Tensor) -> Answer:
     """Sums over the units, in single precision: second moments need no more, and bytes count."""
-    return Answer(~odd, sums={n: s.reshape(-1).float() for n, s in sums.items()}, odd=odd)
+    return Answer(~outliers, sums={n: s.reshape(-1).float() for n, s in sums.items()}, outliers=outliers)

@@ -311,8 +311,8 @@ class Sites:
             inside = work.settled(received)
             if absurd is not None:
                 suspects += work.ids[(work.good & work.of_units(absurd)).cpu()].tolist()
-            if work.odd is not None:
-                suspects += work.ids[work.odd.cpu()].tolist()
+            if work.outliers is not None:
+                suspects += work.ids[work.outliers.cpu()].tolist()
             if not bool(inside.all()):
                 left_out += work.ids[(~inside).cpu()].tolist()
         usual = {} if guard is None else guard.learned(aggregate.numbers)
@@ -429,7 +429,7 @@ def _in_proportion(answers: Iterable[Answer], guard: Guard, sizes: Tensor) -> It
     fused = [first, *stream]
     for answer in fused:
         rows = sizes if answer.rows is None else sizes[answer.rows]
-        if guard.odd(answer, rows):
+        if guard.finds_outliers(answer, rows):
             return None
     return fused
 

@@ -49,7 +49,7 @@ class Work:
     """Participation weights of the rows, ``[S]``."""
     examples: Tensor
     """How many examples the rows are made of, ``[S]``."""
-    odd: Tensor | None
+    outliers: Tensor | None
     """Units that their site left out of its message, which were out of all proportion, ``[C]``."""
     settle: Callable[[Tensor], None]
     """To be called with the rows that the server received, ``[S]``: units' states follow from that."""
@@ -93,7 +93,7 @@ class Sending:
         encode = self.encode and self.secure is None
         message = self.channel.send(message, self.key, applied, self.plain, encode)
         if self.guard is not None:
-            message = self.guard.held_back(message, examples)
+            message = self.guard.withhold(message, examples)
         if self.secure is None:
             return message
         if self.private is not None:
@@ -146,7 +146,7 @@ class UnitMessages:
         def settle(received: Tensor) -> None:
             self._settle(answer, received & answer.good if hidden else received, message)
 
-        return Work(message, ids, None, answer.good, weights, sizes, answer.odd, settle)
+        return Work(message, ids, None, answer.good, weights, sizes, answer.outliers, settle)
 
     def _settle(self, answer: Answer, received: Tensor, message: Message) -> None:
         seen = seen_by_server(message, self.exchange.remembered)
@@ -185,17 +185,17 @@ class SiteMessage:
         self.named: dict[str, tuple[str, list[Tensor]]] = {}
         self.parts: list[tuple[Tensor, Tensors, Answer]] = []
         self.weights: list[Tensor] = []
-        self.odd: list[Tensor] = []
+        self.outliers: list[Tensor] = []
         self.examples = 0
 
     def add(self, group: Tensor, sizes: Tensor, weights: Tensor, local: Tensors, answer: Answer) -> None:
         """One cohort's answer; who is not good, or out of all proportion, is left out."""
         guard = self.exchange.units_guard if self.several else None
-        odd = torch.zeros_like(answer.good) if answer.odd is None else answer.odd
+        outliers = torch.zeros_like(answer.good) if answer.outliers is None else answer.outliers
         if guard is not None:
             answer, more = guard.judged(answer, sizes)
-            odd = odd | more
-        self.odd.append(odd)
+            outliers = outliers | more
+        self.outliers.append(outliers)
         good = answer.good
         for name, vectors in answer.vectors.items():
             # One unit after the other: where cohorts are cut changes no bit of a sum.
@@ -215,9 +215,9 @@ class SiteMessage:
         """The message of all that was added."""
         good = torch.cat([answer.good for _, _, answer in self.parts])
         weights = torch.cat(self.weights)
-        odd = torch.cat(self.odd)
-        if bool(odd.any()):
-            self.numbers = added(self.numbers, {WITHHELD_UNITS: float(odd.sum())})
+        outliers = torch.cat(self.outliers)
+        if bool(outliers.any()):
+            self.numbers = added(self.numbers, {WITHHELD_UNITS: float(outliers.sum())})
         weight = alike(weights, "take part with different probabilities")
         device = good.device
         count = len(good) if self.exchange.sending.private is not None else int(good.sum())
@@ -241,7 +241,7 @@ class SiteMessage:
 
         ids = torch.cat([group for group, _, _ in self.parts])
         row = torch.zeros_like(good, dtype=torch.int64)
-        return Work(message, ids, row, good, weight, examples, odd, settle)
+        return Work(message, ids, row, good, weight, examples, outliers, settle)
 
     def _settle(self, received: Tensor, message: Message, count: int) -> None:
         received_all, shares = bool(received.all()), Tensors()
@@ -297,12 +297,13 @@ def joined(answers: Sequence[Answer], units: int) -> Answer:
     cost: dict[str, float] = {}
     for answer in answers:
         cost = added(cost, answer.cost)
+    far = [torch.zeros_like(a.good) if a.outliers is None else a.outliers for a in answers]
     return Answer(
         good=whole([a.good for a in answers]),
         vectors={n: whole([a.vectors[n] for a in answers]) for n in answers[0].vectors},
         local={n: whole([a.local[n] for a in answers]) for n in answers[0].local},
         cost=cost,
-        odd=None if answers[0].odd is None else whole([a.good if a.odd is None else a.odd for a in answers]),
+        outliers=whole(far) if any(a.outliers is not None for a in answers) else None,
     )
 
 

@@ -197,7 +197,7 @@ def test_nobody_at_all() -> None:
         tally.add(answer(NOBODY), UNITS, WEIGHTS)
         total = tally.total(5, ratio=True)
         assert (total.count, total.weight, tally.bytes_up) == (0, 0.0, 0)
-        assert total.silent
+        assert total.no_step
         assert not any(bool(v.any()) for v in (total.plain | total.weighted).values())
     empty = Tally(Channel(), KEY).total(5, ratio=False)
     assert (empty.count, empty.weight) == (0, 0.0)

@@ -51,11 +51,11 @@ def test_what_was_never_sent_is_zero() -> None:
 
 def test_silence_is_nobody_under_ratio_weights() -> None:
     """Under 1/p_i weights a round of nobody still says something: the hyperprior makes its step."""
-    assert Total.of_nobody(10).silent
-    assert not Total.of_nobody(10, ratio=False).silent
-    assert not total().silent
-    assert not total(ratio=False).silent
-    assert replace(total(), count=0).silent
+    assert Total.of_nobody(10).no_step
+    assert not Total.of_nobody(10, ratio=False).no_step
+    assert not total().no_step
+    assert not total(ratio=False).no_step
+    assert replace(total(), count=0).no_step
 
 
 def test_a_mean_is_a_ratio_of_sums() -> None:

@@ -189,7 +189,7 @@ class Identity(Compressor):
         return v
 
     def encode(self, v: Tensor, key: Key, client: int = 0) -> bytes:
-        v = own_type(one_row(v))
+        v = as_sent_float(one_row(v))
         refuse(self, torch.isfinite(v))
         return sealed(self.kind, v.shape[1], _FORM.pack(v.element_size()), raw(v))
 
@@ -202,7 +202,7 @@ class Identity(Compressor):
         return floats(inside[_FORM.size :], item)
 
 
-def own_type(v: Tensor) -> Tensor:
+def as_sent_float(v: Tensor) -> Tensor:
     """float64 stays, everything else travels as float32."""
     return v if v.dtype == torch.float64 else v.to(torch.float32)
 

@@ -24,11 +24,11 @@ from fedpop.errors import PayloadError, SettingsError
 from fedpop.keys import Key
 from fedpop.message.compressors.base import (
     Compressor,
+    as_sent_float,
     blocks,
     floats,
     one_row,
     opened,
-    own_type,
     parameters,
     raw,
     refuse,
@@ -103,7 +103,7 @@ class RandK(Compressor):
         return sent
 
     def encode(self, v: Tensor, key: Key, client: int = 0) -> bytes:
-        v = own_type(one_row(v))
+        v = as_sent_float(one_row(v))
         d = v.shape[1]
         k = self.count(d)
         refuse(self, self._sendable(v))
