@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import secrets
 import sys
 import time
@@ -73,6 +74,9 @@ RECONNECT_SECONDS = (0.5, 3.0)
 """Seconds before a server that was not there is tried again: the first time, and at most."""
 REFUSED_SECONDS = 10.0
 """Seconds before a site that was refused knocks again: it may have been admitted."""
+REST_SECONDS, GROWN_BYTES = 300.0, 2**25
+"""A process that has had no message for so long begins anew where it takes so much more memory than at its
+start: libraries that a run or a formula needed, and its data, are not held until the next one."""
 TAKEN_OVER_SECONDS = 300.0
 """Seconds before it does where another process took part with its key since."""
 
@@ -87,6 +91,33 @@ class NotHeard(Exception):
 
 class Lost(Exception):
     """The server does not know this node any longer: it was started again."""
+
+
+class Rested(Exception):
+    """There has been nothing to do for long, and much memory is held for it."""
+
+
+class Rest:
+    """When this process began to rest, and what it took at its start."""
+
+    def __init__(self) -> None:
+        self._begun, self.since = resident(), time.monotonic()
+
+    def worked(self) -> None:
+        self.since = time.monotonic()
+
+    def check(self) -> None:
+        """Raise ``Rested`` where this process had better begin anew."""
+        if time.monotonic() - self.since > REST_SECONDS and resident() - self._begun > GROWN_BYTES:
+            raise Rested
+
+
+def resident() -> int:
+    """Bytes of memory that this process has; nothing where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 class _Headers:
@@ -206,16 +237,17 @@ def connected(settings: SiteSettings) -> Iterator[Connection]:
 
 
 def join(settings: SiteSettings) -> None:
-    """Take part until stopped."""
-    site = open_site(settings.folder, lasting=True)
+    """Take part until stopped, or ``Rested``."""
+    site, rest = open_site(settings.folder, lasting=True), Rest()
     said, wait = "", RECONNECT_SECONDS[0]
     while True:
+        rest.check()
         pause, words = wait, ""
         try:
             with connected(settings) as connection:
                 log.info("connected to %s", settings.server)
                 said, wait = "", RECONNECT_SECONDS[0]
-                _serve(connection, site)
+                _serve(connection, site, rest)
         except NotHeard as error:
             pause = TAKEN_OVER_SECONDS if error.reason == Reason.ELSEWHERE else REFUSED_SECONDS
             words = f"the server refuses this site ({error.reason}): {error}"
@@ -241,7 +273,7 @@ def _unreachable(settings: SiteSettings, error: Exception) -> str:
     return f"the server {settings.server} is not there"
 
 
-def _serve(connection: Connection, site: Site) -> None:
+def _serve(connection: Connection, site: Site, rest: Rest) -> None:
     last, pause = time.monotonic(), QUICK_SECONDS
     while True:
         begun = time.monotonic()
@@ -249,8 +281,11 @@ def _serve(connection: Connection, site: Site) -> None:
         now = time.monotonic()
         if received is not None:
             _answer(connection, site, *received)
+            rest.worked()
             last, pause = time.monotonic(), QUICK_SECONDS
-        elif now - begun < HELD_SECONDS:
+            continue
+        rest.check()
+        if now - begun < HELD_SECONDS:
             pause = QUICK_SECONDS if now - last < RUN_SECONDS else min(SLOW_SECONDS, 1.5 * pause)
             time.sleep(jittered(pause))
 
@@ -292,6 +327,9 @@ def process(arguments: list[str]) -> int:
         join(settings)
     except Stopped:
         return 0
+    except Rested:
+        log.info("nothing to do for %.0f min: the process begins anew, in less memory", REST_SECONDS / 60)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     except FedpopError as error:
         log.error("%s", error)
         return FAILED_CODE

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,10 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 
 import fedpop as fp
-from fedpop.flower import site_state
+from fedpop.flower import node, site_state
 from fedpop.flower.deployment import run_deployment
 from fedpop.flower.node import jittered, reply_to
+from fedpop.flower.processes import free_port
 from fedpop.flower.records import message_to_record
 from fedpop.flower.remote import RoundTerms
 from fedpop.flower.requests import Request
@@ -138,3 +142,63 @@ def test_a_sites_work_is_what_the_benchmark_measures(tmp_path: Path) -> None:
     before = (tmp_path / "ada" / "ledger.jsonl").read_text().count('"train"')
     assert federation.work_of(tmp_path / "ada") > 0
     assert (tmp_path / "ada" / "ledger.jsonl").read_text().count('"train"') == before + 5
+
+
+class Silent:
+    """A server that has nothing for a site."""
+
+    def receive(self) -> None:
+        return None
+
+
+def test_a_node_that_has_grown_and_has_nothing_to_do_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while it works, not soon after, and not where it takes what it took at its start."""
+    (folder,) = enrol(tmp_path, {"ada": four("softmax")["ada"]}).values()
+    now, memory = [0.0], [10 * node.GROWN_BYTES]
+    monkeypatch.setattr(node.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(node, "resident", lambda: memory[0])
+    rest, asked = node.Rest(), []
+
+    def sleep(seconds: float) -> None:
+        asked.append(now[0])
+        now[0] += 10
+        memory[0] += node.GROWN_BYTES // 10
+
+    monkeypatch.setattr(node.time, "sleep", sleep)
+    with pytest.raises(node.Rested):
+        node._serve(Silent(), open_site(folder), rest)  # type: ignore[arg-type]
+    assert asked[-1] == pytest.approx(node.REST_SECONDS)  # it had grown enough after a hundred seconds
+    rest.worked()
+    rest.check()
+    now[0] += 2 * node.REST_SECONDS
+    memory[0] = 10 * node.GROWN_BYTES
+    rest.check()
+
+
+ANEW = """
+import sys
+from fedpop.flower import node
+node.REST_SECONDS, node.GROWN_BYTES = 0.1, -1
+raise SystemExit(node.process(sys.argv[1:]))
+"""
+
+
+@pytest.mark.flower
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_process_begins_anew_under_its_number(tmp_path: Path) -> None:
+    (folder,) = enrol(tmp_path, {"ada": four("softmax")["ada"]}).values()
+    with (folder / "site.toml").open("a") as file:
+        file.write(f'server = "127.0.0.1:{free_port()}"\ninsecure = true\n')
+    child = subprocess.Popen([sys.executable, "-c", ANEW, str(folder)])
+    end, log = time.monotonic() + 120, folder / "site.log"
+    try:
+        while not log.exists() or log.read_text().count("begins anew") < 2:
+            assert child.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        assert child.poll() is None
+    finally:
+        child.terminate()
+        child.wait(30)
