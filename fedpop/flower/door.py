@@ -53,6 +53,8 @@ from fedpop.flower.requests import (
     PROTOCOL,
     PROTOCOL_HEADER,
     SITE_HEADER,
+    THE_SITE,
+    VERSION_HEADER,
     why_not_understood,
 )
 
@@ -320,8 +322,9 @@ class Door:
             raise Refused(403, Reason.NAME, why)
         spoken = headers.get(PROTOCOL_HEADER, b"").decode("latin-1")
         if spoken and spoken != str(PROTOCOL):
-            there = {"protocol": int(spoken) if spoken.isdecimal() else 0, "version": "another version"}
-            raise Refused(403, Reason.VERSION, str(why_not_understood(there, "the site")))
+            version = headers.get(VERSION_HEADER, b"").decode("latin-1")[:32]
+            there = {"protocol": int(spoken) if spoken.isdecimal() else 0, "version": version}
+            raise Refused(403, Reason.VERSION, str(why_not_understood(there, THE_SITE)))
         return key, self._callers.setdefault(key, Caller(name))
 
     def _own(self, key: bytes, caller: Caller, request: Any, headers: Mapping[str, bytes]) -> int:

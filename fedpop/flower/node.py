@@ -56,10 +56,18 @@ from fedpop.flower.certificates import check_connection, read_site_key
 from fedpop.flower.logs import log_to
 from fedpop.flower.processes import FAILED_CODE, Stopped, stop_on_signals
 from fedpop.flower.records import message_to_record, request_from_record
-from fedpop.flower.requests import PROCESS_HEADER, PROTOCOL, PROTOCOL_HEADER, SITE_HEADER, refusal
+from fedpop.flower.requests import (
+    PROCESS_HEADER,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    SITE_HEADER,
+    VERSION_HEADER,
+    refusal,
+)
 from fedpop.flower.site import Site, open_site
 from fedpop.flower.site_folder import SiteSettings, read_site
 from fedpop.site.refusal import Code
+from fedpop.version import __version__
 
 log = logging.getLogger("fedpop.site")
 
@@ -220,7 +228,8 @@ def connected(settings: SiteSettings) -> Iterator[Connection]:
     certificates = None if settings.insecure else (settings.folder / "ca.crt").read_bytes()
     private = generate_key_pairs()[0] if settings.insecure else read_site_key(settings.folder)
     public = private.public_key()
-    says = {SITE_HEADER: settings.name, PROTOCOL_HEADER: str(PROTOCOL), PROCESS_HEADER: secrets.token_hex(8)}
+    says = {SITE_HEADER: settings.name, PROCESS_HEADER: secrets.token_hex(8)}
+    says |= {PROTOCOL_HEADER: str(PROTOCOL), VERSION_HEADER: __version__}
     interceptors: list[Any] = [
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(private, public),

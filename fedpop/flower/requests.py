@@ -22,8 +22,11 @@ TRIAL = ".trial-"
 PROTOCOL = 1
 """What requests, messages and descriptions of studies mean: raised with every change after which the two
 sides would not understand each other, and never by a patch version."""
-SITE_HEADER, PROTOCOL_HEADER, PROCESS_HEADER = "fedpop-site", "fedpop-protocol", "fedpop-process"
-"""HTTP headers in which a site's node says its name, its protocol, and which process it is."""
+SITE_HEADER, PROTOCOL_HEADER, VERSION_HEADER, PROCESS_HEADER = (
+    f"fedpop-{name}" for name in ("site", "protocol", "version", "process")
+)
+"""HTTP headers in which a site's node says its name, its protocol, its version, and which process it is."""
+THE_SERVER, THE_SITE = "the server", "the site"
 KINDS = ("hello", "train", "ask", "unmask", "finish")
 SHARED = ("round", "active", "private", "seed", "question", "description", "key", "models")
 """What all who are asked at once receive alike, beside tensors."""
@@ -54,15 +57,17 @@ def versions() -> dict[str, Any]:
 
 
 def why_not_understood(header: Mapping[str, Any], whose: str) -> str | None:
-    """Why the two sides would not understand each other, and who has to do what; None where they do."""
-    theirs, version = header.get("protocol", 0), header.get("version")
+    """Why the two sides would not understand each other, and who has to do what; None where they do. The
+    words are read on both sides; the header is the server's or the site's."""
+    theirs, version = header.get("protocol", 0), header.get("version") or "of an unknown version"
+    ours = THE_SITE if whose == THE_SERVER else THE_SERVER
     if theirs == PROTOCOL:
         return None
     if not isinstance(theirs, int) or theirs > PROTOCOL:
-        todo = f"install fedpop {version} here, or {__version__} there"
+        todo = f"install fedpop {version} at {ours}, or {__version__} at {whose}"
     else:
-        todo = f"install fedpop {__version__} there"
-    both = f"{whose} has fedpop {version} and speaks protocol {theirs}, this is {__version__} and speaks"
+        todo = f"install fedpop {__version__} at {whose}"
+    both = f"{whose} has fedpop {version} and speaks protocol {theirs}, {ours} has {__version__} and speaks"
     return f"{both} {PROTOCOL}: {todo}"
 
 
@@ -82,7 +87,7 @@ def code_of(message: Message) -> Code:
 def require_answer(message: Message, request: Request, site: str) -> Message:
     """The message, as one of this site; a PayloadError where it does not answer this request."""
     header = message.header
-    if (why := why_not_understood(header, "it")) is not None:
+    if (why := why_not_understood(header, THE_SITE)) is not None:
         raise PayloadError(why)
     for key in ("experiment", "round", "digest", "question"):
         if header.get(key) != request.header.get(key):

@@ -32,6 +32,7 @@ from fedpop.flower.ledger import Ledger
 from fedpop.flower.processes import locked
 from fedpop.flower.records import entry_of
 from fedpop.flower.requests import (
+    THE_SERVER,
     TRIAL,
     Request,
     digest_for,
@@ -132,7 +133,7 @@ class Site:
     def _reply(self, request: Request) -> Message:
         """Errors that are not meant for the server stay here, in the log."""
         try:
-            if (why := why_not_understood(request.header, "the server")) is not None:
+            if (why := why_not_understood(request.header, THE_SERVER)) is not None:
                 raise Refusal(f"site {self.name}: {why}", Code.VERSION)
             with threads(self.threads):
                 return self._answer(request)

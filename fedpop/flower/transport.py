@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 
 from fedpop.errors import PayloadError
 from fedpop.flower.records import message_from_record, request_to_record
-from fedpop.flower.requests import Request, code_of, refusal, why_not_understood
+from fedpop.flower.requests import THE_SITE, Request, code_of, refusal, why_not_understood
 from fedpop.message import Message
 from fedpop.site.refusal import Code
 
@@ -162,7 +162,7 @@ class Transport:
         """Why a node cannot be taken for a site of this name."""
         if reply.refused is not None:
             return reply.refused
-        if (why := why_not_understood(reply.header, "it")) is not None:
+        if (why := why_not_understood(reply.header, THE_SITE)) is not None:
             return why
         if reply.header.get("study") != self.hello.header["study_digest"]:
             return "it received another study"

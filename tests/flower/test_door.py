@@ -35,7 +35,7 @@ from fedpop.flower.certificates import (
 from fedpop.flower.link import FleetGrid
 from fedpop.flower.processes import free_port
 from fedpop.flower.records import message_to_record, request_from_record, request_to_record
-from fedpop.flower.requests import PROTOCOL_HEADER, SITE_HEADER, Request, headed
+from fedpop.flower.requests import PROTOCOL_HEADER, SITE_HEADER, VERSION_HEADER, Request, headed
 from fedpop.flower.site_folder import SiteSettings
 
 
@@ -164,7 +164,10 @@ def test_why_a_site_is_refused(federation: Federation, monkeypatch: pytest.Monke
     assert why(stranger)[0] == "not admitted"
     assert "fedpop server admit" in why(stranger)[1]
     assert why(north, **{SITE_HEADER: "south"})[0] == "wrong name"
-    assert why(north, **{PROTOCOL_HEADER: "999"})[0] == "version"
+    reason, words = why(north, **{PROTOCOL_HEADER: "999", VERSION_HEADER: "9.0.0"})
+    assert reason == "version"
+    assert "the site has fedpop 9.0.0" in words
+    assert "install fedpop 9.0.0 at the server" in words
     assert why(north, ahead=60.0)[0] == "clock"
     assert "60 s ahead of" in why(north, ahead=60.0)[1] or "59 s ahead of" in why(north, ahead=60.0)[1]
     assert why(north, ahead=-400.0)[0] == "clock"

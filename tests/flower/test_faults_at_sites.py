@@ -169,7 +169,8 @@ def test_a_server_of_another_protocol_is_refused(change: dict[str, Any], tmp_pat
         other = Request(request.kind, dict(request.header) | change, request.tensors)
         why = open_site(tmp_path / "ada").answer(other).refused
         assert why is not None
-        todo = "install fedpop 9.0.0 here" if change["protocol"] else f"install fedpop {__version__} there"
+        newer = bool(change["protocol"])
+        todo = "install fedpop 9.0.0 at the site" if newer else f"install fedpop {__version__} at the server"
         assert todo in why
 
 

@@ -70,13 +70,13 @@ def test_what_is_said_changes_with_the_protocols_number_only(tmp_path: Path) -> 
 
 
 def test_whoever_speaks_another_protocol_is_told_who_is_to_be_updated() -> None:
-    assert why_not_understood(versions(), "it") is None
-    assert why_not_understood(versions() | {"version": "0.2.99"}, "it") is None
-    older = why_not_understood({"version": "0.1.0"}, "it")
+    assert why_not_understood(versions(), "the site") is None
+    assert why_not_understood(versions() | {"version": "0.2.99"}, "the site") is None
+    older = why_not_understood({"version": "0.1.0"}, "the site")
     assert older is not None
-    assert older.endswith(f"install fedpop {__version__} there")
+    assert older.endswith(f"install fedpop {__version__} at the site")
     newer = why_not_understood({"version": "9.0.0", "protocol": PROTOCOL + 1}, "the server")
     assert newer is not None
     assert "the server has fedpop 9.0.0" in newer
-    assert "install fedpop 9.0.0 here" in newer
-    assert why_not_understood({"version": "1", "protocol": "x"}, "it") is not None
+    assert "install fedpop 9.0.0 at the site, or" in newer
+    assert why_not_understood({"version": "1", "protocol": "x"}, "the site") is not None
