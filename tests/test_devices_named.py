@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import fedpop as fp
-from fedpop import devices
 from fedpop.errors import SettingsError
 from tests.helpers import linear_model, ragged
 
@@ -34,20 +33,6 @@ def test_the_cpu_by_name_changes_nothing(tmp_path: Path) -> None:
     torch.testing.assert_close(again.published, plain.published, rtol=0, atol=0)
     with pytest.raises(SettingsError, match="holds no numbers"):
         fp.load(tmp_path / "p", device="meta")
-
-
-def test_a_device_without_double_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Apple's: simulated, since none is here."""
-    zeros = torch.zeros
-
-    def single(*size: Any, **how: Any) -> torch.Tensor:
-        if how.get("dtype") == torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return zeros(*size, **how)
-
-    monkeypatch.setattr(devices.torch, "zeros", single)
-    with pytest.raises(SettingsError, match=r"no double precision.*'cpu'"):
-        devices.require_device(torch.device("cpu"))
 
 
 def test_a_model_is_moved_whole_and_the_one_that_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,8 @@ def obstacle(hierarchy: Hierarchy, phi: Tensor, beta: Tensor) -> str | None:
         return f"the constant of {hierarchy.prior.name} priors is not known"
     if any(not q.requires_grad and q.dtype != torch.float64 for q in _weights(hierarchy)):
         return "frozen weights are in single precision"
+    if not hierarchy.model.twice_in_double:
+        return "a layer has no second derivatives, or none in double precision"
     most = LARGEST_EXACT_VERDICT if hierarchy.closed_form else LARGEST_SAMPLED_INFORMATION
     size = phi.numel() + beta.numel()
     return None if 0 < size <= most else f"theta has {size} parameters, more than {most}"

@@ -131,6 +131,11 @@ def closed_form_information(hierarchy: Hierarchy) -> bool:
 
 def require_small(hierarchy: Hierarchy, beta: Tensor) -> None:
     """Raise when theta is too large for its information to be computed."""
+    if not hierarchy.model.twice_in_double:
+        raise EstimateError(
+            "a layer has no second derivatives, or none in double precision: use intervals "
+            "without theta_uncertainty"
+        )
     p = hierarchy.model.phi_layout.size + beta.shape[0]
     exact = closed_form_information(hierarchy)
     largest = LARGEST_EXACT_INFORMATION if exact else LARGEST_SAMPLED_INFORMATION

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedpop.checked import checked
+from fedpop.devices import fits, rows_on
 from fedpop.errors import DataError
 from fedpop.federation.cohort import Cohort
 from fedpop.federation.inputs import (
@@ -279,7 +280,7 @@ class Federation:
             shift = packed.starts.index_select(0, ids_here) - (torch.cumsum(sizes, 0) - sizes)
             shifts = torch.repeat_interleave(shift, sizes, output_size=total)
             rows = torch.arange(total, device=where) + shifts
-            x, y = map_inputs(lambda v: v.index_select(0, rows), x), y.index_select(0, rows)
+            x, y = map_inputs(lambda v: rows_on(device, v, rows), x), rows_on(device, y, rows)
         return Cohort(
             units=self.units.index_select(0, ids.to("cpu")).to(device),
             sizes=sizes.to(device),
@@ -288,6 +289,17 @@ class Federation:
             longest=int(sizes.max()) if len(sizes) else 0,
             embedded=self.embedded,
         )
+
+    def kept_on(self, device: torch.device) -> Federation:
+        """This one with its data on a device that has room for them; else they stay, and rows are copied."""
+        tensors = [v for p in self.splits.values() for v in (*leaves(p.x), p.y)]
+        if not fits(sum(v.nbytes for v in tensors if v.device != device), device):
+            return self
+        splits = {
+            s: Packed(map_inputs(lambda v: v.to(device), p.x), p.y.to(device), p.starts, p.sizes)
+            for s, p in self.splits.items()
+        }
+        return replace(self, splits=splits)
 
     def fingerprint(self) -> str:
         """A digest of all names and data, so that a resumed run can tell whether they changed."""

@@ -23,7 +23,7 @@ def runs_in_double(hierarchy: Hierarchy) -> bool:
     frozen = (p for m in model.modules() for p in m.parameters() if not p.requires_grad)
     buffers = (v for m in model.modules() for v in m.buffers() if v.is_floating_point())
     narrow = any(v.dtype != torch.float64 for v in (*frozen, *buffers))
-    return model.autocast is None and (not narrow or model.frozen)
+    return model.autocast is None and model.twice_in_double and (not narrow or model.frozen)
 
 
 def exact_target(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, noise: float | None = None) -> Target:
@@ -90,5 +90,11 @@ def _hessian(hierarchy: Hierarchy, theta: Tensor, cohort: Cohort, noise: float |
             return exact_target(hierarchy, at, part, noise).evidence().sum()
 
         at_once = not rematerialised(hierarchy, part)
-        out += torch.autograd.functional.hessian(total, theta, vectorize=at_once)
+        try:
+            out += torch.autograd.functional.hessian(total, theta, vectorize=at_once)
+        except RuntimeError:
+            if not at_once:
+                raise
+            # A layer's second derivative that vmap does not know.
+            out += torch.autograd.functional.hessian(total, theta)
     return out

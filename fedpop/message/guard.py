@@ -63,8 +63,11 @@ class Guard:
         unseen: bool = False,
         states: bool = False,
         of: str = "",
+        power: int = 1,
     ) -> None:
         self.multiple = multiple
+        self.power = power
+        """With which power of the number of examples an honest vector grows: 2 for sums over pairs."""
         self.states = states
         """Vectors are states: how many examples they are made of says nothing of their norms."""
         self.of = of
@@ -186,7 +189,7 @@ class Guard:
 
     def far(self, sizes: Tensor, examples: Tensor) -> Tensor:
         """Which of these sizes ``[C]``, of units that are added up at once, are far above the median."""
-        both = torch.stack((sizes / examples.clamp(min=1), sizes)).double()
+        both = torch.stack((sizes / self._expected(examples), sizes)).double()
         some = both[:, torch.isfinite(both).all(0) & (sizes > 0)]
         if some.shape[1] < MESSAGES_FOR_A_MEDIAN:
             return torch.zeros_like(sizes, dtype=torch.bool)
@@ -196,7 +199,11 @@ class Guard:
     def _norms(self, vectors: Tensor, examples: Tensor) -> Tensor:
         """Norms per example and as they are, ``[2, S]``; those that are not finite are judged elsewhere."""
         norm = torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0)
-        return torch.stack((norm if self.states else norm / examples.clamp(min=1), norm))
+        return torch.stack((norm if self.states else norm / self._expected(examples), norm))
+
+    def _expected(self, examples: Tensor) -> Tensor:
+        """How long a vector of so many examples is, in those of one."""
+        return examples.clamp(min=1).double() ** self.power
 
     def _absurd(self, both: Tensor, usual: Tensor, there: Tensor) -> Tensor:
         return there & (both > self.multiple * usual.unsqueeze(1)).all(0)

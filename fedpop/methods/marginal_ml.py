@@ -64,6 +64,8 @@ def obstacle(hierarchy: Hierarchy) -> str | None:
         return f"posteriors are not closed-form: the prior is {prior.name}"
     if any(has_dropout(m) for m in model.modules()):
         return "dropout and augmentation make the likelihood random"
+    if not model.twice_in_double:
+        return "a layer has no second derivatives, or none in double precision"
     if not runs_in_double(hierarchy):
         return "frozen weights, or the model's precision, are not double"
     return None

@@ -179,11 +179,11 @@ class PerFedAvg(Paced, WholeModel, ChecksData):
 
 def hessian_product(f: Callable[[Tensor], Tensor], w: Tensor, v: Tensor) -> Tensor:
     """The Hessian of f at w, times v: under vmap by torch.func, else by plain autograd."""
-    if inside_transform():
-        out: Tensor = torch.func.vjp(torch.func.grad(f), w)[1](v)[0]
-        return out
-    leaf = w.detach().requires_grad_()
     try:
+        if inside_transform():
+            out: Tensor = torch.func.vjp(torch.func.grad(f), w)[1](v)[0]
+            return out
+        leaf = w.detach().requires_grad_()
         with torch.enable_grad():
             (g,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
             (product,) = torch.autograd.grad(g, leaf, v, materialize_grads=True)

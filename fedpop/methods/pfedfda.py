@@ -113,7 +113,8 @@ def interpolation(
         own = estimated(f[inside], y[inside], shared, ridge, fewest)
         heads = lda(shared.towards(own, at.unsqueeze(1), at), log_share)  # [GRID, GRID, K, q + 1]
         eta = f[outside] @ heads[..., :-1].mT + heads[..., -1].unsqueeze(-2)
-        loss -= torch.log_softmax(eta, -1)[..., torch.arange(len(eta[0, 0])), y[outside]].mean(-1)
+        rows = torch.arange(len(eta[0, 0]), device=eta.device)
+        loss -= torch.log_softmax(eta, -1)[..., rows, y[outside]].mean(-1)
     best = int(loss.argmin())
     return torch.stack((at[best // GRID], at[best % GRID]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpop.decisions import Decision
-from fedpop.devices import device_named
+from fedpop.devices import device_named, has_double
 from fedpop.errors import DataError, FedpopError, ModelError, SettingsError
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
@@ -26,11 +26,13 @@ from fedpop.models.probe import (
     ANY_ROWS,
     USERS,
     check_codes,
+    check_derivative,
     check_rows,
     first_taken,
     not_accepted,
     outputs_at,
     rows_side_by_side,
+    twice_in_double,
     vectorises_head,
 )
 from fedpop.models.weighted import Weighted
@@ -87,11 +89,14 @@ class Model(ABC):
     side, by vmap; 0 where a layer does not know it."""
     heads_side_by_side: bool = True
     """Heads that are not linear are worked on side by side by vmap, and else one after the other."""
+    twice_in_double: bool = True
+    """Features have second derivatives in phi, in double precision too."""
     labels: tuple[str, ...] = ()
     """What classes are called, where targets were words."""
     precision: str = "auto"
     """As it was given: a model that is saved asks again where it is read."""
     device: torch.device
+    dtype: torch.dtype
     _pass: NetworkPass | None = None
     """How the network is run, of models that have one."""
 
@@ -201,14 +206,22 @@ class Model(ABC):
         return "bfloat16" if rounded else name_of(like.dtype)
 
     def on(self, device: str | torch.device) -> Self:
-        """A copy on this device."""
-        where = device_named(device)
-        if where == self.initial_z().device:
+        """A copy on this device. On one without double precision the network alone runs there; all else of
+        the model is then on the CPU."""
+        asked = device_named(device)
+        single = not has_double(asked)
+        if single and self.dtype == torch.float64:
+            raise SettingsError(
+                f"device '{asked}' has no double precision, and the model is of float64: use "
+                "module.float(), or device='cpu'"
+            )
+        where, beside = (torch.device("cpu"), asked if self.network else None) if single else (asked, None)
+        if where == self.initial_z().device and beside == (self._pass and self._pass.device):
             return self
         out = copy.deepcopy(self)
         for module in out.modules():
             module.to(where)
-        out.device = where
+        out.device, out._pass = where, out._pass and replace(out._pass, device=beside)
         return out
 
     def at_precision(self, precision: str) -> Self:
@@ -230,14 +243,18 @@ class Model(ABC):
         return out
 
     def decisions(self) -> Sequence[Decision]:
-        """What was decided on where settings left it open: the type that a network runs in."""
-        if not self.network or self._pass is None or self.precision != "auto":
+        """What was decided on where settings left it open: the type that a network runs in, and where."""
+        if not self.network or self._pass is None:
             return ()
-        if self._pass.precision == "auto":  # no run has chosen yet
-            return ()
-        rounded, like = self.autocast is not None, self.initial_z()
-        chosen = "bfloat16" if rounded else name_of(like.dtype)
-        return (Decision("precision", chosen, self._pass.because(like.device), unusual=rounded),)
+        out = []
+        if self._pass.device is not None:
+            why = "it has no double precision, so that the network alone runs there, all else on the CPU"
+            out.append(Decision("device", str(self._pass.device), why, unusual=True))
+        if self.precision == "auto" != self._pass.precision:  # which a run has chosen
+            rounded, like = self.autocast is not None, self.initial_z()
+            chosen = "bfloat16" if rounded else name_of(like.dtype)
+            out.append(Decision("precision", chosen, self._pass.because(like.device), unusual=rounded))
+        return out
 
     # --- where a population prior starts ------------------------------------------------------
 
@@ -351,6 +368,8 @@ class Model(ABC):
         out._look(like.zeros(2, phi.device, phi.dtype), phi)
         if self.modules():
             check_rows(out, like)
+            check_derivative(out, like)
+            out.twice_in_double = twice_in_double(out, like, phi)
             out.rows_side_by_side = rows_side_by_side(out, like, phi)
         return out
 
@@ -365,6 +384,7 @@ class Model(ABC):
         """What ``prepared`` found, for a file."""
         known: dict[str, Any] = {"outputs": self.outputs, "linear": self.linear}
         known |= {"rows_side_by_side": self.rows_side_by_side, "heads_side_by_side": self.heads_side_by_side}
+        known |= {"twice_in_double": self.twice_in_double}
         return known | {"labels": list(self.labels)} if self.labels else known
 
     def knowing(self, known: Mapping[str, Any]) -> Self:
@@ -373,6 +393,7 @@ class Model(ABC):
         out.outputs, out.linear = int(known["outputs"]), bool(known["linear"])
         out.labels = tuple(known.get("labels", ()))
         out.rows_side_by_side = int(known.get("rows_side_by_side", self.rows_side_by_side))
+        out.twice_in_double = bool(known.get("twice_in_double", self.twice_in_double))
         out.heads_side_by_side = bool(known.get("heads_side_by_side", self.heads_side_by_side))
         return out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -152,7 +154,8 @@ class Composition(Model):
 
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Tensor:
         views, (random, fixed) = self._backbone_views(phi), self._parts(x)
-        features = self._pass(lambda part: call(self.backbone, views, part), random, rows).to(phi.dtype)
+        run = partial(call, self.backbone)
+        features = self._pass(run, views, random, rows).to(phi.dtype)
         if self.fixed is None or fixed is None:
             return features
         every = self.phi_layout.views(phi)

@@ -46,7 +46,7 @@ class CropFlip(KeyedLayer):
             return x
         if x.dim() != 4:
             raise ModelError(f"CropFlip takes images [n, channels, height, width], not {tuple(x.shape)}")
-        words = self.words(3)
+        words = self.words(3, x.device)
         n, _, height, width = x.shape
         shift = words[:, :2] % (2 * self.padding + 1)
         rows = shift[:, :1] + torch.arange(height, device=x.device)

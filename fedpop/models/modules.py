@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fedpop.checked import Count, checked
+from fedpop.devices import tensors_on
 from fedpop.errors import ModelError
 from fedpop.federation.inputs import Inputs, leaves, map_inputs, rows_of
 from fedpop.keys import Key
@@ -98,12 +100,12 @@ class KeyedLayer(nn.Module):
         """Whether it draws at all when it is on."""
         return True
 
-    def words(self, count: int) -> Tensor:
+    def words(self, count: int, device: torch.device) -> Tensor:
         """``count`` random 32-bit words for each example of the batch."""
         assert self.rows is not None
         rows = self.rows
         key = rows.key.at(purpose=self.label)
-        return key.bits(rows.clients, count, rows.positions * ((count + 3) // 4))
+        return key.bits(rows.clients, count, rows.positions * ((count + 3) // 4)).to(device)
 
 
 class KeyedDropout(KeyedLayer):
@@ -121,7 +123,11 @@ class KeyedDropout(KeyedLayer):
         if self.rows is None or self.p == 0:
             return x
         shape = x.shape[1:2] if self.channels else x.shape[1:]
-        mask = (self.words(math.prod(shape)) >= int(self.p * 2**32)).to(x.dtype).reshape(x.shape[0], *shape)
+        mask = (
+            (self.words(math.prod(shape), x.device) >= int(self.p * 2**32))
+            .to(x.dtype)
+            .reshape(x.shape[0], *shape)
+        )
         if self.channels:
             mask = mask.reshape(*mask.shape, *(1,) * (x.dim() - 2))
         return x * mask / (1 - self.p)
@@ -189,6 +195,13 @@ def require_together(*modules: nn.Module) -> None:
 def _require_plain(name: str, sub: nn.Module) -> None:
     """Raise for layers whose parameters are not there yet, are made of others, or that draw by themselves."""
     label = f"{name or 'the module'} ({type(sub).__name__})"
+    if isinstance(sub, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{label} was made by torch.jit, which keeps its own weights where others are given; use the "
+            "module that it was made from (torch.compile'd modules are taken)"
+        )
+    if isinstance(sub, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ModelError(f"{label} spreads over devices by itself; give what it wraps, its .module")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in sub.parameters(recurse=False)):
         raise ModelError(f"{label} is lazy: its weights come with the first example; run module(x)")
     if isinstance(sub, nn.Embedding | nn.EmbeddingBag) and sub.sparse:
@@ -200,7 +213,12 @@ def _require_plain(name: str, sub: nn.Module) -> None:
                 f"{own} of {label} has {kind}: weights are float32 or float64, module.float(); for speed "
                 "there is precision='bfloat16'"
             )
-    hooks = {type(h).__name__ for h in sub._forward_pre_hooks.values()}
+    hooks = {kind.__name__ for h in sub._forward_pre_hooks.values() for kind in type(h).__mro__}
+    if "BasePruningMethod" in hooks:
+        raise ModelError(
+            f"{label} is being pruned: its weight is made of another one and a mask; make it a plain one "
+            "first with torch.nn.utils.prune.remove(layer, 'weight')"
+        )
     if hooks & {"WeightNorm", "SpectralNorm"} or nn.utils.parametrize.is_parametrized(sub):
         raise ModelError(
             f"{label} has a weight that is made of others (weight_norm, spectral_norm, parametrizations), so "
@@ -291,6 +309,7 @@ def call(module: nn.Module, tensors: dict[str, Tensor], x: object) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
+Forward = Callable[[dict[str, Tensor], Inputs], Any]
 IMAGES_PER_THREAD = 50
 """Images that go through a convolutional network at a time on a CPU, for each of its threads: the buffers of
 a larger batch are handed back to the operating system after every use, and page faults cost up to a quarter
@@ -310,6 +329,8 @@ class NetworkPass:
     precision: str = "auto"
     """What it runs in; the parameters' own type unless this is ``bfloat16``, so also before ``auto`` was
     decided."""
+    device: torch.device | None = None
+    """Where it runs if that is not where everything else is: on a device without double precision."""
 
     @classmethod
     def of(cls, module: nn.Module, size: int, dtype: torch.dtype, precision: str) -> NetworkPass:
@@ -327,10 +348,11 @@ class NetworkPass:
 
     def chosen(self, device: torch.device) -> str:
         """``float32`` or ``bfloat16``, found out where it was left open."""
-        return choose(self.precision, device, self.worth)
+        return choose(self.precision, self.device or device, self.worth)
 
     def because(self, device: torch.device) -> str:
         """Why it runs in what it runs in, where that was left open."""
+        device = self.device or device
         same = choose("auto", device, self.worth) == self.precision
         return reason(device, self.worth) if same else "as when the run began"
 
@@ -338,29 +360,47 @@ class NetworkPass:
         check(precision)
         return replace(self, precision=precision)
 
-    def __call__(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
-        """``forward(x)`` block by block; dropout is on when ``rows`` name the examples."""
+    @cached_property
+    def _constants(self) -> dict[str, Tensor]:
+        """On the device: what of the module stands still."""
+        assert self.device is not None
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        return tensors_on(self.device, {n: t for n, t in named.items() if not t.requires_grad})
+
+    def elsewhere(self, forward: Forward, tensors: dict[str, Tensor], x: Inputs) -> Any:
+        """``forward(tensors, x)``, on the device where that is another one; in double precision here."""
+        single = all(t.dtype != torch.float64 for t in tensors.values())
+        if self.device is None or not single:
+            return forward(tensors, x)
+        there = self.device
+        out = forward(self._constants | tensors_on(there, tensors), map_inputs(lambda v: v.to(there), x))
+        return out.to(leaves(x)[0].device) if isinstance(out, Tensor) else out
+
+    def __call__(
+        self, forward: Forward, tensors: dict[str, Tensor], x: Inputs, rows: RowKeys | None
+    ) -> Tensor:
+        """``forward(tensors, x)`` block by block; dropout is on when ``rows`` name the examples."""
         count = rows_of(x)
-        cuts = self.convolutional and leaves(x)[0].device.type == "cpu"
+        cuts = self.convolutional and self.device is None and leaves(x)[0].device.type == "cpu"
         block = IMAGES_PER_THREAD * torch.get_num_threads() if cuts else max(count, 1)
         if count <= block:
-            return self._block(forward, x, rows)
+            return self._block(forward, tensors, x, rows)
         parts = []
         for start in range(0, count, block):
             cut = slice(start, start + block)
             keys = rows and RowKeys(rows.key, rows.clients[cut], rows.positions[cut])
-            parts.append(self._block(forward, map_inputs(lambda v, c=cut: v[c], x), keys))
+            parts.append(self._block(forward, tensors, map_inputs(lambda v, c=cut: v[c], x), keys))
         return torch.cat(parts)
 
-    def _block(self, forward: Callable[[Inputs], Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
+    def _block(self, forward: Forward, tensors: dict[str, Tensor], x: Inputs, rows: RowKeys | None) -> Tensor:
         if self.convolutional and not inside_transform():  # vmap knows one memory format
             x = map_inputs(_channels_last, x)
         with dropout_rows(self.module, rows):
             if self.autocast is None:
-                features = forward(x)
+                features = self.elsewhere(forward, tensors, x)
             else:
-                with torch.autocast(leaves(x)[0].device.type, self.autocast):
-                    features = forward(x)
+                with torch.autocast((self.device or leaves(x)[0].device).type, self.autocast):
+                    features = self.elsewhere(forward, tensors, x)
         if not isinstance(features, Tensor):
             raise ModelError("the backbone must give one tensor of features per batch")
         return features

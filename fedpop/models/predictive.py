@@ -136,6 +136,8 @@ class Predictive:
         ordered = self.likelihood.ordered
         of = of or ("y" if ordered else "mean")
         tail = (1 - level) / 2
+        if not self.eta.shape[1]:  # of no examples
+            return _drop(self.eta[0]), _drop(self.eta[0])
         if of == "mean":
             wanted = torch.tensor([tail, 1 - tail], dtype=self.eta.dtype, device=self.eta.device)
             low, high = torch.quantile(self.means, wanted, dim=0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from fedpop.errors import DataError, FedpopError, ModelError
 from fedpop.federation.clients import Federation
+from fedpop.federation.cohort import double
 from fedpop.federation.inputs import Example, Inputs, leaves, map_inputs
 from fedpop.keys import Key
 from fedpop.models.modules import RowKeys
@@ -117,6 +119,24 @@ def first_taken(model: Model, example: Example, phi: Tensor) -> int:
     return 0
 
 
+def twice_in_double(model: Model, example: Example, phi: Tensor) -> bool:
+    """Whether features have second derivatives in phi, and can be had in double precision, as the exact
+    engine and verdicts on theta want them: fused attention has none, a ``.float()`` in between is none."""
+    if not model.network or not phi.numel():
+        return True
+    x = map_inputs(double, example.zeros(2, phi.device, phi.dtype))
+    at = _shaken(phi, "phi").double().requires_grad_()
+    with torch.enable_grad():
+        try:
+            features = leaves(model.embed(at, x))[0]
+            (slope,) = torch.autograd.grad(features.square().sum(), at, create_graph=True)
+            if slope.requires_grad:
+                torch.autograd.grad(slope.sum(), at, allow_unused=True)
+        except USERS:
+            return False
+    return True
+
+
 def vectorises_head(model: Model, x: Inputs, phi: Tensor) -> bool:
     """Whether two clients' heads run side by side as chains will want them, with a derivative in z."""
     with torch.no_grad():
@@ -198,6 +218,48 @@ def _drawing(model: Model, run: Callable[[], object]) -> str:
     return ", ".join(found[:3])
 
 
+def check_derivative(model: Model, example: Example) -> None:
+    """Raise where outputs have no derivative, or one of other weights than those that are given: what is
+    computed again in a backward pass finds the module's own."""
+    x = example.zeros(2, model.device, model.dtype)
+    w = torch.cat([_shaken(v, name) for v, name in ((model.initial_phi(), "phi"), (model.initial_z(), "z"))])
+    again: list[str] = []
+    with torch.enable_grad():
+        phi, z = torch.split_with_sizes(w.requires_grad_(), [model.phi_layout.size, model.z_layout.size])
+        out = model.head_outputs(phi, z.unsqueeze(0), model.embed(phi, x))
+        if not out.requires_grad:
+            return
+        with _calls(model, lambda name, _: again.append(name)):
+            try:
+                torch.autograd.grad(out.sum(), w, allow_unused=True)
+            except USERS as error:
+                raise ModelError(
+                    f"the model's backward pass fails: {str(error).splitlines()[0]}; let no operation write "
+                    "into what another one needs (h = h.relu() rather than h.relu_(), torch.where rather "
+                    "than h[...] = 0), and see that module(x).sum().backward() works"
+                ) from error
+    if again:
+        raise ModelError(
+            f"{again[0]} is computed again in the backward pass (torch.utils.checkpoint), where it does not "
+            "have the weights that it was given; switch that off, as by gradient_checkpointing_disable()"
+        )
+
+
+@contextmanager
+def _calls(model: Model, tell: Callable[[str, nn.Module], None]) -> Iterator[None]:
+    """Layers are told of, by name, when they are called."""
+    handles = [
+        sub.register_forward_pre_hook(lambda m, _args, name=name: tell(f"{name} ({type(m).__name__})", m))
+        for top in model.modules()
+        for name, sub in top.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def check_rows(model: Model, example: Example) -> None:
     """Raise where examples in a batch see each other, or are changed by the model."""
     phi, z = (_shaken(v, name) for v, name in ((model.initial_phi(), "phi"), (model.initial_z(), "z")))
@@ -215,6 +277,7 @@ def check_rows(model: Model, example: Example) -> None:
         except USERS as error:
             if isinstance(error, FedpopError):
                 raise
+            _fixed_batch(model, example, error)
             return  # made-up values that this model does not take: real ones will tell
     # Features, too: a head that is all but zero hides what they do.
     pairs = zip(leaves(before), *(leaves(one) for one in own), strict=True)
@@ -228,6 +291,19 @@ def check_rows(model: Model, example: Example) -> None:
             "without batch_first=True), which would mix clients' data. Let every operation act within one "
             "example; fedpop.layers.replace_batchnorm(module) replaces batch statistics"
         )
+
+
+def _fixed_batch(model: Model, example: Example, why: Exception) -> None:
+    """Raise for a model that takes batches of one size alone, two of zeros having passed."""
+    phi, z = model.initial_phi(), model.initial_z().unsqueeze(0)
+    for count in (1, PROBED_ROWS):
+        try:
+            model.head_outputs(phi, z, model.embed(phi, example.zeros(count, phi.device, phi.dtype)))
+        except USERS as error:
+            raise ModelError(
+                f"the model takes two examples and not {count}: {str(error).splitlines()[0]}; let it take "
+                "batches of any size (what was exported, with dynamic_shapes)"
+            ) from why
 
 
 def check_codes(model: Model, federation: Federation) -> None:

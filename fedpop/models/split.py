@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,8 +183,10 @@ class Split(Model):
         if not self.linear:
             return x
         tensors = self._tensors(phi, self.initial_z().to(phi.dtype))
-        return self._pass(lambda part: self._through_last(tensors, part)[0][0], x, rows).to(phi.dtype)
+        return self._pass(lambda t, part: self._through_last(t, part)[0][0], tensors, x, rows).to(phi.dtype)
 
     def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
         with dropout_rows(self.module, rows):
-            return call(self.module, self._tensors(phi, z), features)
+            run, tensors = partial(call, self.module), self._tensors(phi, z)
+            out: Tensor = self._pass.elsewhere(run, tensors, features)
+        return out

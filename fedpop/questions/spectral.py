@@ -14,18 +14,19 @@ examples would reveal from being sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fedpop.blocks import ROWS_AT_ONCE
 from fedpop.checked import Range
 from fedpop.errors import ModelError, SettingsError
-from fedpop.federation.cohort import Cohort
 from fedpop.keys import Key
-from fedpop.message import Answer, Tensors, Total
+from fedpop.message import Answer, Guard, Tensors, Total
+from fedpop.message.guard import MESSAGES_FOR_A_MEDIAN
 from fedpop.models.base import LinearLayout, Model
 from fedpop.models.composition import Composition
 from fedpop.questions.base import Question, Units
@@ -92,11 +93,10 @@ class SecondMoments(Question[Tensors]):
         return self.minimum
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        cohort = units.cohort
-        x = _padded(units)
-        x, used, outliers = _used(x, units, self.minimum, x.square().sum((1, 2)))
-        second = torch.einsum("cni,cnj->ij", x, x)
-        return _summed(cohort, outliers, second=second, count=(used * cohort.sizes).sum())
+        rows = _Rows.of(units)
+        used, outliers = _used(units, self.minimum, rows.per_unit(lambda x, at: x.square().sum(1)))
+        second = rows.of_units(used).summed(lambda x, at: x.mT @ x)
+        return _summed(outliers, second=second, count=(used * units.cohort.sizes).sum())
 
     guarded: ClassVar[tuple[str, ...]] = ("second",)
 
@@ -128,16 +128,20 @@ class CrossProducts(Question[Tensors]):
         return {"whitener": known["whitener"]}
 
     def answer(self, asked: Tensors, units: Units, key: Key) -> Answer:
-        cohort = units.cohort
-        x = _padded(units) @ asked["whitener"]
-        y = cohort.pad(self.model.likelihood.working_response(cohort.y)).to(torch.float64)
-        size = x.square().sum((1, 2)) * y.square().sum((1, 2))  # no entry of S_i is larger
-        x, used, outliers = _used(x, units, self.minimum, size)
-        y = torch.where(used[:, None, None] > 0, y, torch.zeros_like(y))
+        cohort, rows = units.cohort, _Rows.of(units, asked["whitener"])
+        y = self.model.likelihood.working_response(cohort.y).to(torch.float64)
+        squares = rows.per_unit(lambda x, at: y[at].square().sum(1))
+        # No entry of S_i is larger.
+        used, outliers = _used(units, self.minimum, rows.per_unit(lambda x, at: x.square().sum(1)) * squares)
+        rows, y = rows.of_units(used), torch.where(used[rows.owner, None] > 0, y, 0.0)
         pairs = (used * cohort.sizes * (cohort.sizes - 1)).sum()
-        squares = y.square().sum((1, 2)) / cohort.sizes.clamp(min=1)
-        unit = y * squares.clamp(min=torch.finfo(y.dtype).tiny).rsqrt()[:, None, None]
-        return _summed(cohort, outliers, cross=_cross(x, y), even=_cross(x, unit), pairs=pairs)
+        squares = squares / cohort.sizes.clamp(min=1)
+        unit = y * squares.clamp(min=torch.finfo(y.dtype).tiny).rsqrt()[rows.owner, None]
+        return _summed(outliers, cross=_cross(rows, y), even=_cross(rows, unit), pairs=pairs)
+
+    def guard(self, multiple: float, of: str = "") -> Guard:
+        """Sums over pairs of examples grow with their number."""
+        return Guard(multiple, self.guarded, {}, MESSAGES_FOR_A_MEDIAN, of=of, power=2)
 
     guarded: ClassVar[tuple[str, ...]] = ("cross", "even")
 
@@ -158,28 +162,66 @@ class CrossProducts(Question[Tensors]):
         return {"phi": torch.cat((weight.reshape(-1).to(phi.dtype), phi[weight.numel() :]))}
 
 
-def _cross(x: Tensor, y: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _Rows:
+    """Everyone's rows as they are packed, in double precision a block at a time: one long client costs no
+    more than as many short ones."""
+
+    x: Tensor
+    owner: Tensor
+    units: int
+    whitener: Tensor | None
+    used: Tensor | None = None
+
+    @classmethod
+    def of(cls, units: Units, whitener: Tensor | None = None) -> _Rows:
+        if not isinstance(units.cohort.x, Tensor):
+            raise ModelError("a spectral start needs x as one tensor")
+        return cls(units.cohort.x, units.cohort.owner, len(units.cohort), whitener)
+
+    def of_units(self, used: Tensor) -> _Rows:
+        """The same with zeros for the others' rows."""
+        return replace(self, used=used)
+
+    def _blocks(self) -> Iterator[tuple[Tensor, slice]]:
+        for first in range(0, len(self.x), ROWS_AT_ONCE):
+            at = slice(first, first + ROWS_AT_ONCE)
+            x = self.x[at].to(torch.float64)
+            if self.used is not None:
+                x = torch.where(self.used[self.owner[at], None] > 0, x, 0.0)
+            yield (x if self.whitener is None else x @ self.whitener), at
+
+    def summed(self, part: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """The sum over blocks."""
+        return sum((part(x, at) for x, at in self._blocks()), self.x.new_zeros((), dtype=torch.float64))
+
+    def per_unit(self, part: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Of what each row gives, the sum over a unit's rows, ``[C, ...]``."""
+        out: Tensor | None = None
+        for x, at in self._blocks():
+            value = part(x, at)
+            out = value.new_zeros((self.units, *value.shape[1:])) if out is None else out
+            out.index_add_(0, self.owner[at], value)
+        if out is None:
+            out = self.x.new_zeros(self.units, dtype=torch.float64)
+        return out
+
+
+def _cross(rows: _Rows, y: Tensor) -> Tensor:
     """The sum of S_i."""
-    v = torch.einsum("cni,cno->ci", x, y)
-    return v.mT @ v - torch.einsum("cni,cno,cnj->ij", x, y.square(), x)
+    v = rows.per_unit(lambda x, at: x * y[at])
+    return v.mT @ v - rows.summed(lambda x, at: (x * y[at].square()).mT @ x)
 
 
-def _padded(units: Units) -> Tensor:
-    if not isinstance(units.cohort.x, Tensor):
-        raise ModelError("a spectral start needs x as one tensor")
-    return units.cohort.pad(units.cohort.x).to(torch.float64)
-
-
-def _used(x: Tensor, units: Units, minimum: int, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Units that are large enough and whose message, of this size, is finite and in proportion to others';
-    others' x is zero. And those that are out of all proportion."""
+def _used(units: Units, minimum: int, size: Tensor) -> tuple[Tensor, Tensor]:
+    """Ones for units that are large enough and whose message, of this size, is finite and in proportion to
+    others'; and those that are out of all proportion."""
     cohort, guard = units.cohort, units.guard
     large = (cohort.sizes >= minimum) & torch.isfinite(size.float())
     outliers = torch.zeros_like(large) if guard is None else guard.far(size * large, cohort.sizes)
-    used = large & ~outliers
-    return torch.where(used[:, None, None], x, torch.zeros_like(x)), used.to(x.dtype), outliers
+    return (large & ~outliers).to(torch.float64), outliers
 
 
-def _summed(cohort: Cohort, outliers: Tensor, **sums: Tensor) -> Answer:
+def _summed(outliers: Tensor, **sums: Tensor) -> Answer:
     """Sums over the units, in single precision: second moments need no more, and bytes count."""
     return Answer(~outliers, sums={n: s.reshape(-1).float() for n, s in sums.items()}, outliers=outliers)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import torch
 
 from fedpop.checked import Bytes, Count, OneOf, Seed, Whole, checked
-from fedpop.devices import require_device
 from fedpop.errors import ConvergenceWarning, SettingsError, warn_user
 from fedpop.federation.clients import Federation
 from fedpop.federation.participation import Said
@@ -86,8 +85,8 @@ def fit(
             faster in; that of the model by default.
         threads: How many torch works with; None takes one, or as many as have enough to do and find an idle
             core, up to what torch was given. Sums over other numbers of threads differ in their last bits.
-        device: Where to compute: "cpu", "cuda", "cuda:1"; where the model is by default. It must have double
-            precision, which "mps" has not.
+        device: Where to compute: "cpu", "cuda", "cuda:1", "mps"; where the model is by default. On "mps",
+            which has no double precision, the network runs and nothing else.
         sites: Names of sites, each with those of its clients, which then send one message together; None
             has each client by itself.
         secure: Add messages up as secure sums do: as whole numbers, with participation weights from their
@@ -108,9 +107,8 @@ def fit(
     rule = usual_participation(method) if participation is None else resolve_participation(participation)
     if precision is not None:
         method = method.replace(model=method.model.asking_for(precision))
-    if device is not None:
-        method = method.replace(model=method.model.on(device))
-    require_device(method.model.initial_z().device)
+    model = method.model.on(method.model.initial_z().device if device is None else device)
+    method = method if model is method.model else method.replace(model=model)
     settings = Settings(
         rounds,
         seed,
@@ -133,6 +131,7 @@ def fit(
         method = method.prepared(federation.example)
     federation = method.model.checked(federation)
     method.model.check_start(federation)
+    federation = federation.kept_on(method.model.device)
     folder = None if out is None else folder_named(out)
     best: tuple[float, Population, Run] | None = None
     scores = []

@@ -275,8 +275,11 @@ def rows_of_jacobian(values: Tensor, at: Tensor, batched: bool = True) -> Tensor
     if len(values) <= ROWS_ONE_BY_ONE or not batched:
         return torch.stack([torch.autograd.grad(v, at, retain_graph=True)[0] for v in values])
     units = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    parts = [
-        torch.autograd.grad(values, at, part, retain_graph=True, is_grads_batched=True)[0]
-        for part in units.split(HESSIAN_ROWS_AT_ONCE)
-    ]
+    try:
+        parts = [
+            torch.autograd.grad(values, at, part, retain_graph=True, is_grads_batched=True)[0]
+            for part in units.split(HESSIAN_ROWS_AT_ONCE)
+        ]
+    except RuntimeError:  # of a layer that is not batched twice
+        return rows_of_jacobian(values, at, batched=False)
     return torch.cat(parts)

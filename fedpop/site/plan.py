@@ -16,6 +16,10 @@ from fedpop.federation.clients import Federation
 from fedpop.federation.inputs import leaves, map_inputs
 from fedpop.models.base import Model
 
+CONVOLVED_AT_ONCE = 2**28
+"""Bytes that a convolutional network keeps at a time on a CPU for its backward pass: with more a round takes
+as long, since images go through it a few at a time anyway."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,6 +66,8 @@ def plan_for(model: Model, federation: Federation, budget: int, draws: int, phi_
     vectors of phi's size, that a unit's round holds at once."""
     d = model.z_layout.size
     item = model.initial_phi().element_size()
+    if model.convolutional and model.device.type == "cpu":
+        budget = min(budget, CONVOLVED_AT_ONCE)
     (one, first), (two, second) = (_kept(model, federation, n) for n in (1, 2))
     per_draw = max(second - first, 0)
     per_row = max(two - one, 0) + 4 * item * (model.outputs * (draws + 4)) + per_draw * draws

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fedpop as fp
 from fedpop.errors import FedpopError, ModelError
@@ -126,8 +128,59 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda: backbone(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))),
         "replace_batchnorm",
     ),
+    "written after a layer needs it": (
+        lambda: backbone(Does(after=written_after_relu)),
+        "backward pass fails: one of the variables.*in-?place",
+    ),
+    "the same in a head": (lambda: head(Does(after=written_after_relu, outputs=1)), "backward pass fails"),
+    "computed again": (
+        lambda: backbone(Again()),
+        r"layer \(Linear\) is computed again in the backward pass.*gradient_checkpointing_disable",
+    ),
+    "a script": (
+        lambda: backbone(torch.jit.script(nn.Linear(3, 2))),
+        "torch.jit.*the module that it was made",
+    ),
+    "a script in a head": (
+        lambda: head(nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 1))),
+        r"0 \(RecursiveScriptModule\) was made by torch.jit",
+    ),
+    "spread over devices": (
+        lambda: backbone(nn.DataParallel(nn.Linear(3, 2))),
+        r"give what it wraps, its \.module",
+    ),
+    "pruned": (lambda: backbone(pruned(nn.Linear(3, 2))), r"being pruned.*prune\.remove"),
+    "batches of one size": (lambda: backbone(Does(after=pairs)), "takes two examples and not 1.*any size"),
     "alpha dropout": (lambda: backbone(nn.Sequential(nn.Linear(3, 2), nn.AlphaDropout())), "use nn.Dropout"),
 }
+
+
+def written_after_relu(h: Tensor) -> Tensor:
+    h = h.relu()
+    h[:, 0] = 0
+    return h
+
+
+def pairs(h: Tensor) -> Tensor:
+    assert len(h) == 2, "two at a time"
+    return h
+
+
+def pruned(layer: nn.Linear) -> nn.Linear:
+    torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.3)
+    return layer
+
+
+class Again(nn.Module):
+    """Saves memory by computing again what it needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(lambda h: torch.tanh(self.layer(h)), x, use_reentrant=False)
+        return out
 
 
 class Noise(nn.Module):
@@ -238,6 +291,58 @@ def test_what_is_sound_is_taken(case: str) -> None:
     make, x = SOUND[case]
     model = make().prepared(Example.of(x))
     assert model.outputs == 1
+
+
+class Attends(nn.Module):
+    """Fused attention, which has no second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.attention = nn.Linear(3, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return self.last(self.attention(h, h, h, need_weights=False)[0][:, 0])
+
+
+class Single(nn.Module):
+    """A pass in single precision, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.float()))
+
+
+NOT_TWICE: dict[str, tuple[Any, Any]] = {
+    "fused attention": (Attends, torch.ones(5, 6, 3)),
+    "bags of words": (lambda: nn.EmbeddingBag(7, 2), torch.arange(15).reshape(5, 3) % 7),
+    "single precision": (Single, torch.linspace(-1, 1, 15).reshape(5, 3)),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TWICE)
+def test_without_second_derivatives_chains_take_the_place_of_the_exact_engine(case: str) -> None:
+    make, x = NOT_TWICE[case]
+    clients = [(x, torch.linspace(-1, 1, 5)), (x[:3], torch.zeros(3))]
+    final = fp.chains.Final(chains=2, draws=2, burn_in=1)
+    population = fp.FedSOUL(backbone(make()), final=final).fit(clients, rounds=1)
+    assert population.engine.startswith("sampled: a layer has no second derivatives")
+    assert population.log_likelihood().value < 0
+    with pytest.raises(FedpopError, match="engine='exact' cannot be used here: a layer has no second"):
+        fp.FedSOUL(backbone(make()), engine="exact").fit(clients, rounds=1)
+    with pytest.raises(FedpopError, match="second derivatives"):
+        population.predict(0, x, theta_uncertainty=True)
+
+
+def test_second_derivatives_that_are_not_batched_are_taken_one_by_one() -> None:
+    norm = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(12, 2))
+    x = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(0))
+    population = fp.FedSOUL(backbone(norm)).fit([(x, x[:, 0, 0]), (x[:2], x[:2, 0, 1])], rounds=2)
+    assert population.engine.startswith("exact")
 
 
 def test_a_model_that_starts_at_zero_is_seen_through() -> None:

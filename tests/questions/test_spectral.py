@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import fedpop as fp
-from fedpop.errors import ModelError, SettingsError
+from fedpop.errors import FedpopWarning, ModelError, SettingsError
 from fedpop.evaluation.subspace import principal_angle
 from fedpop.keys import Key
 from fedpop.message import Total
@@ -245,3 +245,29 @@ def test_x_in_several_parts_is_refused() -> None:
     cohort = fp.Federation.of([((x, x), y)]).cohort(torch.arange(1), torch.device("cpu"))
     with pytest.raises(ModelError, match="x as one tensor"):
         asked(question("moments"), cohort, {}, KEY)
+
+
+def test_one_long_client_is_none_that_is_out_of_proportion() -> None:
+    """Sums over pairs grow with the square of rows: who has 4,000 times more of them stays in, and weighs."""
+    g = generator(3)
+    a = torch.tensor([1.0, -0.5, 0.3])
+    long = torch.randn(20_000, 3, generator=g)
+    clients = [(long, long @ a)]
+    for _ in range(9):
+        x = torch.randn(5, 3, generator=g)
+        clients.append((x, x @ a))
+    population = fp.FedSOUL(linear_model()).fit(clients, rounds=1)
+    assert not [d for d in population.decisions if d.what == "left out before the rounds"]
+    clients[3] = (clients[3][0], 1e7 * clients[3][1])
+    with pytest.warns(FedpopWarning, match="client-3 takes no part"):
+        population = fp.FedSOUL(linear_model()).fit(clients, rounds=1)
+    assert [d.chosen for d in population.decisions if d.what == "left out before the rounds"] == ["client-3"]
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = generator(4)
+    clients = [(torch.randn(n, 3, generator=g), torch.randn(n, generator=g)) for n in (7, 1, 4, 9)]
+    whole = {name: sums(name, clients) for name in ("moments", "spectral")}
+    monkeypatch.setattr("fedpop.questions.spectral.ROWS_AT_ONCE", 2)
+    for name, expected in whole.items():
+        torch.testing.assert_close(sums(name, clients), expected)

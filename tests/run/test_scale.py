@@ -7,9 +7,11 @@ import fedpop as fp
 from fedpop.federation.clients import Federation
 from fedpop.keys import Key
 from fedpop.methods.base import Algorithm
+from fedpop.models.networks import build
 from fedpop.questions.spectral import CrossProducts, SecondMoments
 from fedpop.questions.targets import TargetSize
 from fedpop.run.run import Run, Settings
+from fedpop.site.plan import CONVOLVED_AT_ONCE, plan_for
 from tests.helpers import federation_of, linear_model, ragged
 
 MANY = 200_000
@@ -74,3 +76,15 @@ def test_a_round_draws_and_keeps_states_for_active_clients_only(participation, m
     assert run.sites.store.used <= active
     assert all(len(t) <= 2 * active for t in run.sites.store.tensors.values())
     assert isinstance(run.algorithm, Algorithm)
+
+
+def test_convolutions_keep_a_quarter_of_a_gibibyte_whatever_a_round_may_take() -> None:
+    """On a CPU, where more saves no time; small vectors are planned by the budget alone."""
+    model = build("cnn-cifar10", (3, 32, 32), 10)
+    images = Federation.of([(torch.zeros(500, 3, 32, 32), torch.zeros(500).long()) for _ in range(4)])
+    plan = plan_for(model, images, 2**30, 10, 1)
+    groups = plan.cut(torch.arange(4), images.train.sizes)
+    assert plan.budget == CONVOLVED_AT_ONCE
+    assert len(groups) > 1
+    assert all(len(g) * 500 * plan.per_row <= CONVOLVED_AT_ONCE for g in groups if len(g) > 1)
+    assert plan_for(linear_model(), Federation.of(ragged()), 2**30, 10, 1).budget == 2**30
