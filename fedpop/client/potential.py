@@ -51,6 +51,10 @@ class Potential:
         most = self.cohort.sizes if self.batch is None else self.cohort.sizes.clamp(max=self.batch)
         return int(most.sum())
 
+    def count(self, passes: int) -> None:
+        """Example-passes of the same clients that were made beside these."""
+        self.passes += passes
+
     @property
     def cost(self) -> dict[str, float]:
         """What it cost so far, for questions that report nothing else."""

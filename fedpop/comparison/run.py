@@ -52,8 +52,8 @@ def fitted(
         assert terms.passes is not None
         rounds = rounds_within(method, clients, terms.passes, seed, rule)
     for callback in callbacks:
-        if isinstance(callback, Watch) and callback.every is None:
-            callback.every = max(1, rounds // EVALUATIONS_ON_THE_WAY)
+        if isinstance(callback, Watch):
+            callback.usually_every(max(1, rounds // EVALUATIONS_ON_THE_WAY))
 
     def go_on() -> Population:
         return method.fit(

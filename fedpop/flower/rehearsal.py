@@ -61,9 +61,11 @@ class Written:
 class Watched(LocalMembers):
     """The units of one site, whose messages are written down."""
 
-    def __init__(self, study: Study, data: Any, site: str, names: Sequence[str], written: Written) -> None:
+    def __init__(
+        self, study: Study, data: Any, site: str, names: Sequence[str], written: Written, trial: bool = False
+    ) -> None:
         super().__init__(study, data, sites={site: list(names)} if names else None)
-        self.site, self.all_names, self.written, self.trial = site, names, written, False
+        self.site, self.all_names, self.written, self.trial = site, names, written, trial
 
     def ask(self, asking: Asking[R]) -> tuple[R, Total]:
         found, total = super().ask(asking)
@@ -80,9 +82,7 @@ class Watched(LocalMembers):
         return total
 
     def fresh(self, method: Algorithm) -> Watched:
-        trial = Watched(self.study.by(method), self.data, self.site, self.all_names, self.written)
-        trial.trial = True
-        return trial
+        return Watched(self.study.by(method), self.data, self.site, self.all_names, self.written, trial=True)
 
 
 def rehearsed(study: Training, federation: Federation, site: str) -> Written:

@@ -481,7 +481,16 @@ class RemoteMembers(Members):
             message, ratio = Message(torch.zeros(1), torch.zeros(1, dtype=torch.int64), checked=True), True
         weights = {name: part.weight for name, part in parts.items()}
         margin = round.secure.margin
-        total = total_of(message, weights, self.units, ratio, self.device, guard, round.broadcast, margin)
+        total = total_of(
+            message,
+            weights,
+            self.units,
+            ratio,
+            self.device,
+            guard=guard,
+            broadcast=round.broadcast,
+            margin=margin,
+        )
         return self._located(ids, Aggregated(total, dict(found.reasons), frozenset(found.heard)))
 
     def _back(self, names: Collection[str], patience: float) -> bool:

@@ -371,6 +371,7 @@ def total_of(
     of: int,
     ratio: bool,
     device: torch.device,
+    *,
     guard: Guard | None = None,
     broadcast: Tensors | None = None,
     margin: int = 0,

@@ -496,7 +496,15 @@ class SiteExperiment:
         guard = None if method is None else method.guard
         messages = None if terms is None else int(terms["messages"])
         (work,) = sites.question_work(
-            question, asked, key, plan, personal, among, encode=True, guard=guard, messages=messages
+            question,
+            asked,
+            key,
+            plan,
+            personal=personal,
+            among=among,
+            encode=True,
+            guard=guard,
+            messages=messages,
         )
         if terms is not None and attempt is None:  # what its vectors are called, which everyone is to know
             return headed(about | {"names": _names(work.message)})

@@ -205,7 +205,7 @@ class Surrogates(Question[Tensors]):
         w, u = asked["w"].expand(len(cohort), -1), Potential(method.model, cohort)
         if not method.quadratic:
             w = method.train(method.local, w, cohort, key.at(purpose="local")).w
-            u.passes += method.local.steps(cohort)
+            u.count(method.local.steps(cohort))
         gradient = u(w, key)[1]
         largest = u.largest(w, key).unsqueeze(1)
         vectors, own = {"curvature": largest if method.quadratic else largest.double() ** 4}, Tensors()

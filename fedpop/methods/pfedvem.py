@@ -126,7 +126,7 @@ class PFedVEM(Paced, WholeModel):
         phi, mu, key = round.broadcast["phi"], round.broadcast["mu"], round.key
         rho2 = self.spread(local["m"], local["a"], mu)
         target = self.likelihood(phi, cohort, key)
-        m, a = self.e_step(target, local["m"], local["a"], mu, rho2, cohort, key, round.pace)
+        m, a = self.e_step(target, local["m"], local["a"], mu, rho2, cohort, key, pace=round.pace)
         heads = drawn(m, a, cohort, key.at(purpose="body"), self.samples)
         start, loss = phi.expand(len(cohort), -1), body_loss(self.model, cohort.embedded)
         body = self.train(
@@ -162,6 +162,7 @@ class PFedVEM(Paced, WholeModel):
         rho2: Tensor,
         cohort: Cohort,
         key: Key,
+        *,
         pace: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """(m, a) ``[C, d]`` after E steps with momentum."""

@@ -69,6 +69,10 @@ class Groups:
     def __len__(self) -> int:
         return self.members.units
 
+    def count(self, examples: int, counts: tuple[int, ...]) -> None:
+        """So many rows, and groups of each factor, the innermost first."""
+        self.examples, self.counts = examples, counts
+
     def update_study(self, study: FormulaStudy) -> None:
         """What is known now, to members too."""
         self.study = study
@@ -240,7 +244,7 @@ def coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Tensor, De
     p, q, family = len(design.fixed_names), len(design.random_names), groups.study.family
     sums = groups.ask(ColumnSums(p + q), {})["sums"]
     n, y, weight, offset, _, *inner = sums[p + q :].tolist()
-    groups.examples, groups.counts = round(n), (*map(round, inner), len(groups))
+    groups.count(round(n), (*map(round, inner), len(groups)))
     groups.response_sums = sums[[p + q + 1, p + q + 2, p + q + 4]]
     _require_groups(groups, design)
     mean = sums[: p + q] / n

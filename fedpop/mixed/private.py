@@ -163,8 +163,7 @@ def plain_coordinates(groups: Groups, design: Design) -> tuple[Coordinates, Desi
         tuple(design.fixed_names), tuple(design.random_names), tuple(design.blocks), design.widths,
     )  # fmt: skip
     groups.update_study(replace(groups.study, coordinates=found))
-    groups.examples = int(groups.federation.train.sizes.sum())
-    groups.counts = (len(groups),)
+    groups.count(int(groups.federation.train.sizes.sum()), (len(groups),))
     return found, design
 
 

@@ -332,6 +332,7 @@ def send(
     memory: Memory,
     policy: Policy,
     admitted: Mapping[str, bytes],
+    *,
     entropy: Entropy = os.urandom,
     about: Any = None,
 ) -> tuple[Memory, bytes]:

@@ -56,6 +56,10 @@ class Watch(Checked, Callback):
         if self.split not in federation.splits:
             raise DataError(f"no client has {self.split} data to be judged on")
 
+    def usually_every(self, rounds: int) -> None:
+        """So many rounds between looks, where that was left open."""
+        self.every = self.every or rounds
+
     def after_round(self, run: Run, metrics: dict[str, Any]) -> bool:
         rounds = run.facts.rounds  # the end of this stage: which one is the last is not known before
         if (self.every and run.round % self.every == 0) or run.round > rounds - self.last:

@@ -189,6 +189,7 @@ class Sites:
         asked: Tensors,
         key: Key,
         plan: Plan,
+        *,
         personal: ModelMaker = None,
         among: Tensor | None = None,
         encode: bool = False,
@@ -269,7 +270,9 @@ class Sites:
         asked = question.ask(known)
         ids = Everyone().draw(self.federation.roster, key).ids if among is None else among
         ids = ids[~self.outside(ids)]
-        works: Iterable[Work] = self.question_work(question, asked, key, plan, personal, ids, guard=guard)
+        works: Iterable[Work] = self.question_work(
+            question, asked, key, plan, personal=personal, among=ids, guard=guard
+        )
         if guard is not None and self.secure is None and question.guarded:
             works = _sound(works, question, question.guard(guard))
         total = self._total(works, None, False)

@@ -189,7 +189,7 @@ class Ways:
         asked = question.ask(asking.known)
         for site in self.apart.values():
             plan, personal = asking.models_at(site, WHOLE)
-            (work,) = site.question_work(question, asked, KEY, plan, personal, encode=True)
+            (work,) = site.question_work(question, asked, KEY, plan, personal=personal, encode=True)
             sent = replace(work.message, vectors={}, checked=False)
             if bool(sent.received):
                 sent = Channel().receive(sent, torch.float64)
