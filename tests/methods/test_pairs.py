@@ -24,7 +24,7 @@ SIZES = (4, 2, 5, 3, 1, 4)
 LOCAL = fp.LocalSGD(epochs=1, rate=0.01)
 
 FACTORS: dict[str, dict[str, Any]] = {
-    "model": {"linear": None, "softmax": None, "curved": None},
+    "model": {"linear": None, "softmax": None, "curved": None, "network": None},
     "prior": {
         "normal": "normal",
         "diagonal": "diagonal",
@@ -48,6 +48,7 @@ FACTORS: dict[str, dict[str, Any]] = {
         "rising": fp.chains.Steps(1, 3, over=2),
         "own": dict(zip(NAMES, (1, 2, 2, 3, 1, 2), strict=True)),
     },
+    "batch": {"usual": 50, "two": 2, "all": None},
     "chain": {
         "default": fp.chains.Chain(),
         "two": fp.chains.Chain(chains=2, burn_in=2),
@@ -100,10 +101,12 @@ RUN = ("model", "participation", "sites")
 REFUSED: dict[tuple[str, str, str, str], str] = {
     ("kernel", "mixture draw", "model", "softmax"): "MixtureDraw needs",
     ("kernel", "mixture draw", "model", "curved"): "MixtureDraw needs",
+    ("kernel", "mixture draw", "model", "network"): "MixtureDraw needs",
     ("kernel", "mixture draw", "prior", "energy"): "MixtureDraw needs",
     ("kernel", "exponential", "prior", "energy"): "exact for priors made of Normals",
     ("chain", "closed form", "model", "softmax"): "rao_blackwell needs",
     ("chain", "closed form", "model", "curved"): "rao_blackwell needs",
+    ("chain", "closed form", "model", "network"): "rao_blackwell needs",
     ("chain", "closed form", "prior", "energy"): "rao_blackwell needs",
     ("chain", "closed form", "phi_step", "local"): "exclude rao_blackwell",
     ("chain", "closed form", "phi_step", "mean move"): "exclude rao_blackwell",
@@ -118,11 +121,12 @@ REFUSED: dict[tuple[str, str, str, str], str] = {
     ("hyperprior", "beta", "prior", "full"): "hyperprior",
     ("start", "spectral", "model", "softmax"): "spectral start needs",
     ("start", "spectral", "model", "curved"): "spectral start needs",
+    ("start", "spectral", "model", "network"): "spectral start needs",
     ("compressor", "own", "sites", "two"): "one for all",
     **{
         ("engine", "exact", other, level): "engine='exact' cannot be used here"
         for other, levels in {
-            "model": ("softmax", "curved"),
+            "model": ("softmax", "curved", "network"),
             "prior": ("mixture", "energy"),
             "participation": ("two", "chance", "chances"),
             "compressor": ("qsgd", "rand-k", "own"),
@@ -188,6 +192,9 @@ def model_named(name: str) -> fp.Composition:
         return fp.Composition(body, seeded(nn.Linear(2, 1, bias=False), 2), fp.likelihoods.Normal(0.5))
     if name == "softmax":
         return fp.Composition(body, seeded(nn.Linear(2, 3), 2), "categorical")
+    if name == "network":  # large enough for rounds on batches
+        deep = nn.Sequential(nn.Linear(3, 90), nn.Tanh(), nn.Linear(90, 2))
+        return fp.Composition(seeded(deep, 1), seeded(nn.Linear(2, 3), 2), "categorical")
     head = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 3))
     return fp.Composition(body, seeded(head, 2), "categorical")
 
