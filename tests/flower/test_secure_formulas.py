@@ -55,9 +55,14 @@ def over(
     ("formula", "family"), [("y ~ x + s + (x | g)", "gaussian"), ("yes ~ x + (1 | g)", "binomial")]
 )
 def test_a_formula_over_secure_sums_is_the_plain_one(formula: str, family: str, tmp_path: Path) -> None:
-    plain = over(LocalGrid(app, enrol(tmp_path / "plain", frames())), formula, None, family)
+    open_ = LocalGrid(app, enrol(tmp_path / "plain", frames()))
+    plain = over(open_, formula, None, family)
     folders = enrol(tmp_path / "secure", frames())
-    secure = over(LocalGrid(app, folders), formula, SecureTerms(keyed(folders)), family)
+    hidden = LocalGrid(app, folders)
+    secure = over(hidden, formula, SecureTerms(keyed(folders)), family)
+    # Names of columns, and of levels where there are some, are said before they are counted.
+    more = len(hidden.traffic) - len(open_.traffic)
+    assert more == len(folders) * (2 if "s" in formula.split() else 1)
     assert secure.log_likelihood == pytest.approx(plain.log_likelihood, rel=1e-9)
     for name, value in plain.coefficients.items():
         assert secure.coefficients[name] == pytest.approx(value, rel=1e-5, abs=1e-7)

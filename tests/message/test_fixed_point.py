@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
@@ -51,6 +53,38 @@ def test_float64_sums_agree_with_exact_ones() -> None:
     for j in range(300):
         size = float(np.abs(v[:, j]).sum())
         assert abs(Fraction(float(found[j])) - exact(v[:, j])) <= Fraction(1e-12 * size)
+
+
+LARGEST = 2.0**83
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    st.lists(
+        st.lists(st.floats(-LARGEST, LARGEST, allow_subnormal=True), min_size=3, max_size=3),
+        min_size=1,
+        max_size=9,
+    )
+)
+@hypothesis.example([[5e-324, -0.0, LARGEST], [-5e-324, 0.0, -LARGEST], [2.0**-105, -(2.0**-104), 1e-30]])
+def test_words_are_the_exact_whole_numbers_of_any_doubles(rows: list[list[float]]) -> None:
+    """By whole numbers of any length: each is cut off at 2^-104, and sums are modulo 2^192."""
+    given = worded(message(moments=torch.tensor(rows, dtype=torch.float64)))
+    data = given.words["moments"].summed(torch.ones(len(rows), dtype=torch.bool)).packed()
+    for j in range(3):
+        expected = sum(int(Fraction(row[j]) * 2**104) for row in rows)
+        assert int.from_bytes(data[24 * j : 24 * j + 24], "little") == expected % 2**192
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**87])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_what_is_no_number_or_too_large_is_withheld_by_its_row(bad: float, kind: torch.dtype) -> None:
+    v = torch.tensor([[1.0, 2.0], [bad, 0.0], [3.0, 4.0]], dtype=kind)
+    for scale in (None, 4.0):
+        sent = worded(message(J=v), scale)
+        assert sent.withheld is not None
+        assert sent.withheld.tolist() == [False, True, False]
+        assert total(sent)["J"].double().tolist() == pytest.approx([4.0, 6.0], abs=1e-4)
 
 
 def test_a_number_that_a_double_holds_comes_back_to_the_bit() -> None:
