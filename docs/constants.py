@@ -1097,7 +1097,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "REQUESTS_PER_SECOND, REQUESTS_AT_ONCE, REFUSAL_SECONDS, HOLD_SECONDS, SENT_AGAIN",
             "flower/link.py": "ADMISSION_SECONDS",
             "flower/node.py": "QUICK_SECONDS, SLOW_SECONDS, RUN_SECONDS, HELD_SECONDS, RECONNECT_SECONDS, "
-            "REFUSED_SECONDS, TAKEN_OVER_SECONDS",
+            "REFUSED_SECONDS, TAKEN_OVER_SECONDS, REST_SECONDS, GROWN_BYTES",
             "flower/pages.py": "WAIT_SECONDS",
             "flower/processes.py": "RESTART_SECONDS, STEADY_SECONDS",
             "flower/remote.py": "QUIET_SECONDS, GREETED_SECONDS",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fedpop.priors.base import OfNormals, Part, Prior, Unnormalised
+from fedpop.priors.base import Hyperprior, OfNormals, Part, Prior, Unnormalised
 from fedpop.priors.energy import Energy
-from fedpop.priors.hyper import Hyperprior
 from fedpop.priors.mixture import Mixture
 from fedpop.priors.normal import COVARIANCES, Normal
 from fedpop.settings import named
