@@ -17,7 +17,8 @@ The authors' code was read beside the paper. As there: both steps for each batch
 weighted by n_i (the paper's count alike); q_i starts as v does. Otherwise than there: Adam begins anew in
 each round, where theirs lives on with its client; a batch has one step of q_i for one of v, as in the paper,
 where the code has five; draws have the s_i that the bound counts with, where the code's have a thousandth of
-it, so that its networks are as good as fixed.
+it, so that its networks are as good as fixed; distances are of scales as they are, where the code's are of
+those a step before.
 """
 
 from __future__ import annotations
