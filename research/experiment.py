@@ -195,7 +195,21 @@ class Experiment(Report):
 
     def made(self, results: Results) -> str:
         command = self.command(results)
-        return super().made(results) + (f" The command is: {command}" if command else "")
+        told = f"{super().made(results)} {self.outdated(results)}".rstrip()
+        return told + (f" The command is: {command}" if command else "")
+
+    def outdated(self, results: Results) -> str:
+        """Whose records were made with other settings than theirs now, if anybody's."""
+        budgets: Sequence[int | None] = [None]
+        if self.budgets is not None:
+            budgets = [None, *sorted({*self.budgets(results)} - {*self.budgets(Results(HERE))})]
+        asked = [Asked(results.folder, int(self.seeds is not None), passes=passes) for passes in budgets]
+        jobs = [job for one in asked for job in self.jobs(one)]
+        old = [r["method"] for r in results.records if any(job.overrules(r) for job in jobs)]
+        many = [f"{name} ({old.count(name)})" for name in dict.fromkeys(old)]
+        if not many:
+            return ""
+        return f"Made with other settings than they have now, and anew by the command: {', '.join(many)}."
 
     def command(self, results: Results) -> str:
         """What one types for these records, where one command makes them all."""

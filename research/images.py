@@ -190,10 +190,11 @@ def jobs_of(
     call: Callable[[Run], list[Record]],
     cells: Sequence[Cell],
     methods: Mapping[str, Build] | None = None,
+    known: dict[tuple[str, str], dict[str, Any]] | None = None,
 ) -> list[Job]:
     """A job for each seed and each cell, in this order; with ``methods``, what was run with other settings
-    than theirs is run again."""
-    config: dict[tuple[str, str], dict[str, Any]] = {}
+    than theirs is run again. ``known`` settings of these, by images and method, are not looked up again."""
+    config = {} if known is None else known
     for cell in cells:
         key = (cell.task.images, cell.method)
         if methods is not None and cell.method in methods and key not in config:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from statistics import stdev
 from typing import Any
 
@@ -166,20 +167,27 @@ def shared(task: FullImageTask, name: str, budgets: Sequence[int]) -> list[tuple
     """Budgets by runs: those before long runs are one run of methods whose rates do not fall."""
     short, long = ([n for n in budgets if (n >= LONG_FROM) == which] for which in (False, True))
     groups = [(n,) for n in long]
-    if name in METHODS and short and constant(METHODS[name](task.model(0))):
+    if name in METHODS and short and one_run(name):
         return [tuple(short), *groups]
     return [*[(n,) for n in short], *groups]
+
+
+@cache
+def one_run(name: str) -> bool:
+    """The same in every column."""
+    return constant(METHODS[name](TASKS[0].model(0)))
 
 
 def jobs(asked: Asked) -> list[Job]:
     """Column after column, each with one budget first, then with the others. A budget that is asked for takes
     the place of them all."""
     out: list[Job] = []
+    known: dict[bool, dict[tuple[str, str], dict[str, Any]]] = {True: {}, False: {}}
 
     def add(task: FullImageTask, name: str, budgets: Sequence[int], seeds: int) -> None:
-        known = IN_LONG_RUNS if budgets[-1] >= LONG_FROM else METHODS
-        cells = [cell(task, budgets, name)]
-        out.extend(jobs_of(NAME, replace(asked, seeds=seeds), job, cells, known))
+        long = budgets[-1] >= LONG_FROM
+        made, cells = (IN_LONG_RUNS if long else METHODS), [cell(task, budgets, name)]
+        out.extend(jobs_of(NAME, replace(asked, seeds=seeds), job, cells, made, known[long]))
 
     for task in TASKS:
         names = methods_of(task)

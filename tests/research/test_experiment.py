@@ -19,6 +19,7 @@ from fedpop.version import __version__
 from research import EXPERIMENTS, drift, experiment, small_data
 from research.__main__ import main
 from research.experiment import Asked, Experiment, Job
+from research.images import settings_in
 from research.synthetic import TASKS
 
 NAMES = [found.name for found in iter_modules(research.__path__) if found.ispkg]
@@ -257,3 +258,18 @@ def test_what_remains_is_told_in_hours_by_the_seconds_of_earlier_runs(tmp_path: 
 
 def _of(method: str, setting: dict[str, object]) -> Job:
     return Job(list, (), method, setting, 0, (method,))
+
+
+def test_pages_say_whose_records_were_made_with_other_settings(tmp_path: Path) -> None:
+    """Budgets other than the experiment's own are looked at, too."""
+    own = small_data.EXPERIMENT
+    config = settings_in(small_data.METHODS["APFL"](small_data.TASKS[0].model(0)))
+    results = Results(tmp_path)
+    for passes, alpha in ((small_data.PASSES, config["alpha"]), (500, 0.123)):
+        setting = small_data.setting_of(small_data.TASKS[0], passes)
+        held = config | {"alpha": alpha}
+        results.add([record("small-data", setting, "APFL", 0, {"accuracy": 0.5}, {}, held)])
+    assert own.outdated(Results(tmp_path, results.of(small_data.setting_of(small_data.TASKS[0])))) == ""
+    told = "Made with other settings than they have now, and anew by the command: APFL (1)."
+    assert own.outdated(results) == told
+    assert told in own.made(results)
