@@ -477,7 +477,7 @@ class SiteExperiment:
         about = {"site": self.site.name, "experiment": self.name, "question": question.name}
         terms = header.get("secure")
         attempt = None if terms is None or "attempt" not in terms else self.secure.attempt(request, True)
-        if attempt is not None:
+        if terms is not None:  # names of what some of its units have are data, too
             self._require_plain(question, header)
         if attempt is not None and (again := self.secure.again(attempt)) is not None:
             return sealed(about, MASKED, again)

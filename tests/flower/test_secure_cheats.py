@@ -220,6 +220,18 @@ def test_a_question_over_nearly_the_same_rows_is_refused(
     assert words in caplog.text
 
 
+def test_names_are_not_told_of_some_units(curious: Cheat) -> None:
+    """What vectors of one unit are called, the levels that it has, say, is data of it."""
+    request = thinner(curious.requests["s0"])
+    terms = {n: v for n, v in request.header["secure"].items() if n != "attempt"}
+    for units, refused in ([0], True), (None, False):
+        reply = curious.ask(
+            "s0", replace(request, header={**request.header, "secure": terms, "units": units})
+        )
+        assert (reply.refused is not None) == refused
+        assert reply.payloads == {}
+
+
 def test_the_same_question_of_the_same_sites_is_answered_again(curious: Cheat) -> None:
     assert all(r.payloads for r in question_again(curious, ALL).values())
     number = last_number(curious) + 2
