@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from fedpop.data.image_task import ImageTask
 from fedpop.entries import module_named
 from fedpop.errors import SettingsError
 from fedpop.methods.base import Algorithm
 from fedpop.population import Population, evaluate_few
+from fedpop.report import terminal
 from fedpop.report.html import Page, Section, Sheet
 from fedpop.report.results import Record, Results, mean, values
 from research import small_data
@@ -223,10 +226,25 @@ def table(results: Results, passes: int) -> Sheet:
     names = ranked(results, passes)
     ours = frozenset(i for i, name in enumerate(names) if name == "FedSOUL")
     found = [row(results, name, passes) for name in names]
-    if rest := [name for name in METHODS if name not in names]:
+    if rest := unrun(names):
         command = f"python -m research {NAME}" + ("" if passes == PASSES else f" --passes {passes}")
         found.append((f"not run: {', '.join(rest)}", "0", *["-"] * (len(COLUMNS) - 3), command))
     return Sheet(COLUMNS, found, ours)
+
+
+def unrun(names: Sequence[str]) -> list[str]:
+    return [name for name in METHODS if name not in names]
+
+
+def show(results: Results, console: Console) -> None:
+    """Without commands and settings, for which a terminal has no room: they are in the files."""
+    for passes in budgets(results):
+        names = ranked(results, passes)
+        ours = frozenset(i for i, name in enumerate(names) if name == "FedSOUL")
+        brief = Sheet(COLUMNS[:-1], [row(results, name, passes)[:-1] for name in names], ours)
+        terminal.show(brief, f"Leaderboard{after_title(passes, PASSES)}", console)
+        if rest := unrun(names):
+            console.print(f"Not run yet: {', '.join(rest)}.")
 
 
 def sheets(results: Results) -> dict[str, Sheet]:
@@ -257,5 +275,5 @@ def page(results: Results) -> Page:
 
 
 EXPERIMENT = Experiment(
-    name=NAME, seeds=3, data="cifar10", jobs=jobs, budgets=budgets, sheets=sheets, page=page
+    name=NAME, seeds=3, data="cifar10", jobs=jobs, budgets=budgets, sheets=sheets, show=show, page=page
 )

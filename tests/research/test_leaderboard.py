@@ -7,6 +7,7 @@ import torch
 
 from fedpop.data.image_task import ImageTask
 from fedpop.errors import SettingsError
+from fedpop.report import terminal
 from fedpop.report.results import Results, record
 from research import leaderboard, small_data
 from research.__main__ import main
@@ -84,7 +85,9 @@ def test_what_is_no_method_is_refused(tmp_path: Path) -> None:
         small_data.EXPERIMENT.asked(method=empty)
 
 
-def test_methods_without_a_record_are_named_and_those_that_broke_down_come_last(tmp_path: Path) -> None:
+def test_methods_without_a_record_are_named_and_those_that_broke_down_come_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     results, setting = Results(tmp_path), leaderboard.setting_of()
     for name, accuracy in (("FedAvg", 0.2), ("FedRep", None), ("FedSOUL", 0.6)):
         metrics = {} if accuracy is None else {"accuracy_worst_decile": 0.1, "nll": 1.0, "ece": 0.1}
@@ -96,6 +99,11 @@ def test_methods_without_a_record_are_named_and_those_that_broke_down_come_last(
     assert "pFedFDA" in rest[0]
     assert "FedSOUL" not in rest[0]
     assert rest[-1] == "python -m research leaderboard"
+    leaderboard.show(results, terminal.console())
+    told = capsys.readouterr().out
+    assert "60.0 %" in told
+    assert "python -m" not in told
+    assert "pFedFDA" in told.partition("Not run yet: ")[2]
 
 
 @pytest.mark.usefixtures("few")
