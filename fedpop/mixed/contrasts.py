@@ -17,7 +17,7 @@ from torch import Tensor
 from fedpop.errors import SettingsError
 from fedpop.keys import Key
 from fedpop.mixed.degrees import Laws, laws_of
-from fedpop.mixed.design import Design
+from fedpop.mixed.design import CENTRED, Design
 from fedpop.mixed.formula import FormulaPart, columns_of
 from fedpop.mixed.inference import f_tail, t_quantile, two_sided
 from fedpop.mixed.table import pandas, rows_of
@@ -243,9 +243,10 @@ def anova(fit: MixedFit, kind: int | str, degrees: str | None) -> Any:
 
 
 def _marginal(fit: MixedFit) -> Any:
-    """Type III: coefficients of a term where all factors are coded to sum to zero."""
+    """Type III: coefficients of a term where all factors are coded to sum to zero, as differences from the
+    baseline: degrees of freedom of several at once depend on which they are."""
     design = fit.design
-    summed = replace(design, contrasts={p.text: "sum" for p in design.formula.fixed.parts})
+    summed = replace(design, contrasts={p.text: CENTRED for p in design.formula.fixed.parts})
     columns, others = (_made_up(d) for d in (design, summed))
     to, *_ = np.linalg.lstsq(others, columns, rcond=None)
     if np.abs(others @ to - columns).max() > SAME_SPAN * np.abs(columns).max():
@@ -302,8 +303,11 @@ def _after_others(fit: MixedFit) -> Any:
             rest = rest - products[mine][:, before] @ inner
         rows = torch.zeros((len(mine), len(terms)), dtype=torch.float64)
         rows[:, mine + after] = rest[:, mine + after]
-        found: Tensor = torch.linalg.solve(rest[:, mine], rows)
-        return found
+        # As lmerTest writes them, on which degrees of freedom of several at once depend: one by one where
+        # others contain the term, by its coefficients where none does.
+        root = torch.linalg.cholesky(rest[:, mine]) if after else rest[:, mine]
+        found: Tensor = torch.linalg.solve(root, rows)
+        return found / found[:, mine].diagonal().unsqueeze(1)
 
     return hypotheses
 

@@ -280,7 +280,8 @@ class Design:
         if full:
             return list(levels), np.eye(len(levels))
         of_column = self.contrasts.get(self.level_column(part) or "", "treatment")
-        return CODINGS[self.contrasts.get(part.text, of_column)](levels)
+        found = self.contrasts.get(part.text, of_column)
+        return _centred(levels) if found == CENTRED else CODINGS[found](levels)
 
     def piece_names(self, part: FormulaPart, full: bool) -> list[str]:
         """What a part's columns are called."""
@@ -290,19 +291,20 @@ class Design:
 
     def _coded(self, terms: FormulaTerms) -> list[list[bool]]:
         """For each part of each term: as all of its levels, or as contrasts to the baseline. Contrasts
-        where the term without the factor is in the model; without an intercept the first factor has
-        all."""
-        known: set[frozenset[FormulaPart]] = {frozenset(term) for term in terms.terms} | {frozenset()}
+        where the term without the factor is in the model, or, as R has it, within a term before; without an
+        intercept the first factor has all."""
         first = not terms.intercept
-        out = []
+        before, out = [frozenset[FormulaPart]()], []
         for term in terms.terms:
             full = []
             for part in term:
                 categories = self.part_levels(part) is not None
-                every = categories and frozenset(term) - {part} not in known
+                rest = frozenset(term) - {part}
+                every = categories and not any(rest <= one for one in before)
                 if categories and first:
                     every, first = True, False
                 full.append(every)
+            before.append(frozenset(term))
             out.append(full)
         return out
 
@@ -414,12 +416,20 @@ def _poly(levels: Sequence[str]) -> Coding:
     return named[: k - 1], (orthogonal * np.sign(np.diag(upper)))[:, 1:]
 
 
+def _centred(levels: Sequence[str]) -> Coding:
+    """Each level against the baseline, about the mean of all: what lmerTest's hypotheses are written in."""
+    names, columns = _treatment(levels)
+    return names, columns - 1 / len(levels)
+
+
+CENTRED = "centred treatment"
 CODINGS: dict[str, Callable[[Sequence[str]], Coding]] = {
     "treatment": _treatment,
     "sum": _sum,
     "helmert": _helmert,
     "poly": _poly,
 }
+"""What ``contrasts`` may say."""
 
 
 def coding_named(name: str) -> str:

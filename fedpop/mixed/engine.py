@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -220,10 +220,12 @@ def minimised(
     tolerance: float = FIT_NATS,
     most: int = MOST_FIT_EVALUATIONS,
     watch: Callable[[Tensor, Tensor], None] | None = None,
+    polish: bool = True,
 ) -> SearchResult:
     """The minimum of minus a log-likelihood; ``at(x, curved)`` gives value, gradient and, where asked
-    for, the Hessian; it is over where a Newton step promises less than ``tolerance``. ``watch`` sees each
-    point that the search has come to, with the gradient there, and may raise."""
+    for, the Hessian; it is over where a Newton step promises less than ``tolerance``, and its last steps are
+    ``polished``. ``watch`` sees each point that the search has come to, with the gradient there, and may
+    raise."""
     state, trace = SearchState.at(start), list[float]()
     hessian = torch.zeros((len(start), len(start)), dtype=start.dtype)
     newton = len(start) <= LARGEST_NEWTON
@@ -239,24 +241,20 @@ def minimised(
                 state = tell(begun_again(state, True), value, slope, curvature, unit, tolerance)
         if watch is not None:
             watch(state.x, state.g)
-    x, value, gain = state.x, state.f, state.gain
-    if state.converged:
-        x, value, hessian, gain = _polished(at, x, value, hessian, gain, trace)
-    return SearchResult(
-        x, value, hessian, gain, state.converged, _words(state, gain, len(trace)), tuple(trace)
-    )
+    words = _words(state, state.gain, len(trace))
+    found = SearchResult(state.x, state.f, hessian, state.gain, state.converged, words, tuple(trace))
+    return polished(at, found, state.g) if polish else found
 
 
-def _polished(
-    at: Callable[[Tensor, bool], Evaluation],
-    x: Tensor,
-    value: float,
-    hessian: Tensor,
-    gain: float,
-    trace: list[float],
-) -> tuple[Tensor, float, Tensor, float]:
-    """Newton's last steps: a variance that belongs at zero is then there, not a thousandth beside it."""
-    slope = at(x, False)[1]
+def polished(
+    at: Callable[[Tensor, bool], Evaluation], found: SearchResult, slope: Tensor | None = None
+) -> SearchResult:
+    """Newton's last steps from where a search has converged: a variance that belongs at zero is then there,
+    not a thousandth beside it. ``slope`` is the gradient there, where it is known."""
+    if not (found.converged and found.promised < FIT_NATS):
+        return found
+    x, value, hessian, gain, trace = found.x, found.value, found.hessian, found.promised, list(found.trace)
+    slope = at(x, False)[1] if slope is None else slope
     for _ in range(POLISHING_STEPS):
         step, info = torch.linalg.solve_ex(hessian, slope)
         promised = 0.5 * float(slope @ step)
@@ -270,12 +268,18 @@ def _polished(
         if moved[2] is None or not moved[0] <= value + 1e-12 * abs(value):
             break
         x, value, slope, hessian = x - step, moved[0], moved[1], moved[2]
-    return x, value, hessian, gain
+    return replace(
+        found, x=x, value=value, hessian=hessian, promised=gain, words=_reached(gain), trace=tuple(trace)
+    )
+
+
+def _reached(gain: float) -> str:
+    return f"converged: a Newton step promised {gain:.1g} nats at the end"
 
 
 def _words(state: SearchState, gain: float, evaluations: int) -> str:
     if state.converged:
-        return f"converged: a Newton step promised {gain:.1g} nats at the end"
+        return _reached(gain)
     if state.over:
         return (
             "not converged: no step from here raises the likelihood, though a Newton step promises "

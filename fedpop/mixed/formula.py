@@ -437,7 +437,12 @@ def _expanded(tokens: Tokens) -> FormulaTerms:
         found = model_description(f"y ~ {text}").common_terms
     except Exception as error:  # formulae raises many kinds, its parser's among them
         raise SettingsError(f"cannot read {shown(tokens)!r} as terms of a formula: {error}") from error
-    terms = [tuple(named[c.name] for c in t.components) for t in found if getattr(t, "components", None)]
+    place = {part: i for i, part in enumerate(parts)}  # R writes a term's parts in the order of the formula
+    terms = [
+        tuple(sorted((named[c.name] for c in t.components), key=place.__getitem__))
+        for t in found
+        if getattr(t, "components", None)
+    ]
     intercept = any(type(t).__name__ == "Intercept" for t in found)
     return FormulaTerms(intercept, tuple(sorted(terms, key=len)))
 

@@ -174,6 +174,11 @@ class LaplaceEngine(QuadratureEngine):
         return True
 
     @property
+    def wide(self) -> bool:
+        """There are no nodes."""
+        return False
+
+    @property
     def words(self) -> str:
         return self.method
 

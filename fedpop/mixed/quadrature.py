@@ -35,6 +35,7 @@ from fedpop.mixed.engine import (
     ThetaPoint,
     information_root,
     minimised,
+    polished,
 )
 from fedpop.mixed.families import LOG_DISPERSION, Family
 from fedpop.mixed.groups import Groups
@@ -359,6 +360,11 @@ class QuadratureEngine(Engine):
         return len(self.units.z_names) <= GRID
 
     @property
+    def wide(self) -> bool:
+        """The grid is one of so many directions that each evaluation counts."""
+        return self.grid and len(self.units.z_names) >= ROUGH_FROM
+
+    @property
     def words(self) -> str:
         if not self.grid:
             return f"importance sampling, {self.nodes} quasi-random nodes"
@@ -373,8 +379,19 @@ class QuadratureEngine(Engine):
         return Marginal(self.units, self.family, self.nodes)
 
     def at(self, point: ThetaPoint, curved: bool, among: Tensor | None = None) -> Tensors:
+        place = self.vector(point).numpy().tobytes()
+        if among is None and place in self.answered and ("hessian" in self.answered[place] or not curved):
+            return self.answered[place]
         known = self.known(point) | {"curved": torch.tensor(curved)}
-        return self.groups.ask(self.marginal, known, among)
+        answer = self.groups.ask(self.marginal, known, among)
+        if among is None:
+            self.answered[place] = answer
+        return answer
+
+    @cached_property
+    def answered(self) -> dict[bytes, Tensors]:
+        """Everyone's answers by the point that they are about."""
+        return {}
 
     def known(self, point: ThetaPoint) -> Tensors:
         """What everyone is told of a point."""
@@ -396,29 +413,33 @@ class QuadratureEngine(Engine):
         hessian = -found["hessian"].reshape(len(x), len(x)) if curved else None
         return -float(found["value"]), -found["slope"], hessian
 
-    def search(self, start: Tensor | None = None) -> tuple[SearchResult, ThetaPoint]:
+    def search(self, start: Tensor | None = None, polish: bool = True) -> tuple[SearchResult, ThetaPoint]:
         most = SCATTERED_EVALUATIONS if start is None else REFINED_EVALUATIONS
         if start is None:
             start = self._begin()
         if self.grid:
-            nats = FIT_NATS if len(self.units.z_names) < ROUGH_FROM else WIDE_SEARCH_NATS
-            found = minimised(self._evaluate, start, nats, watch=self._require_bound)
+            nats = WIDE_SEARCH_NATS if self.wide else FIT_NATS
+            found = minimised(self._evaluate, start, nats, watch=self._require_bound, polish=polish)
             enough = NODE_AGREEMENT_NATS[True] / 10
         else:
             nats, enough = SCATTERED_SEARCH_NATS / 10, SCATTERED_SEARCH_NATS
-            found = minimised(self._evaluate, start, nats, most, self._require_bound)
+            found = minimised(self._evaluate, start, nats, most, self._require_bound, polish)
         if not found.converged and 0 <= found.promised < enough:
             words = f"converged as far as {self.nodes} nodes can tell: a Newton step promises"
             found = replace(found, converged=True, words=f"{words} {found.promised:.1g} nats")
         self._require_information(found)
         return found, self.point(found.x)
 
+    def polished(self, found: SearchResult) -> SearchResult:
+        """After Newton's last steps."""
+        return polished(self._evaluate, found)
+
     def _begin(self) -> Tensor:
         """Everybody's mean and spreads of a half, or where a search by few nodes comes from there."""
         b = torch.zeros(len(self.units.x_names), dtype=torch.float64)
         b[: 1 if self.units.intercept else 0] = self.start
         start = torch.cat((b, self.factor.start(0.5), b.new_zeros(int(self.family.dispersed))))
-        if not self.grid or len(self.units.z_names) < ROUGH_FROM:
+        if not self.wide:
             return start
         few = replace(self, nodes=ROUGH_NODES)
         rough = minimised(few._evaluate, start, ROUGH_NATS, ROUGH_EVALUATIONS).x
@@ -557,15 +578,17 @@ def quadrature(
     """The maximum, with as many nodes as it takes for more of them not to matter."""
     q = len(units.z_names)
     engine = QuadratureEngine(groups, units, constant, start, nodes_for(q))
-    found, point = engine.search()
+    found, point = engine.search(polish=False)
     off = 0.0
     while (finer := engine.refined()) is not None:
         off = abs(finer.log_likelihood(point) - (constant - found.value))
         if off < NODE_AGREEMENT_NATS[engine.grid] or not math.isfinite(off):
-            return engine, found, point
+            break
         engine = finer
-        found, point = engine.search(found.x)
-    if off > NODE_AGREEMENT_NATS[False]:
-        words = f"not converged: half of the {engine.nodes} nodes gave a likelihood {off:.2g} nats away"
-        found = replace(found, converged=False, words=words)
-    return engine, found, point
+        found, point = engine.search(found.x, polish=False)
+    else:
+        if off > NODE_AGREEMENT_NATS[False]:
+            words = f"not converged: half of the {engine.nodes} nodes gave a likelihood {off:.2g} nats away"
+            found = replace(found, converged=False, words=words)
+    found = engine.polished(found)
+    return engine, found, engine.point(found.x)

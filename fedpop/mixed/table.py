@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy as np
 from fedpop.errors import DataError
 from fedpop.extras import library
 from fedpop.federation.inputs import as_text
+from fedpop.federation.reading import require_separator
 from fedpop.federation.table_format import MINIMUM, USUAL_TABLE, TableFormat
 from fedpop.files import opened
 from fedpop.mixed.formula import Formula
@@ -47,9 +49,10 @@ def read_csv(path: str | Path, na: Sequence[str] = NA, table: TableFormat = USUA
         frame = pd.read_csv(path, decimal=table.decimal, low_memory=False, na_values=words, **written)
         head = pd.read_csv(path, header=None, nrows=1, dtype=str, **written)
     except UnicodeDecodeError as error:
+        wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise DataError(
             f"{path} is not UTF-8 text (byte {error.start}: {error.object[error.start]:#x}); save it as "
-            "UTF-8, or convert it: iconv -f latin1 -t utf-8"
+            f"UTF-8, or convert it: iconv -f {'utf-16' if wide else 'latin1'} -t utf-8"
         ) from error
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
@@ -139,6 +142,7 @@ def rows_of(
     wanted = [*columns, *(formula.group_columns if group else []), *([sites] if sites else [])]
     for name in dict.fromkeys(wanted):
         if name not in frame.columns:
+            require_separator(list(map(str, frame.columns)), wanted, ",", "the table", True)
             names = ", ".join(map(str, list(frame.columns)[:20])) or "nothing"
             raise DataError(f"there is no column {name!r} in the table; it has {names}")
         if (frame.columns == name).sum() > 1:

@@ -139,8 +139,13 @@ def test_files_that_are_no_tables(tmp_path, capsys, simulated):
     frame.loc[17, "x"] = "n/k"
     frame.to_csv(mixed, index=False)
     empty.write_text("")
+    other, wide = tmp_path / "other.csv", tmp_path / "wide.csv"
+    frame.to_csv(other, index=False, sep=";")
+    frame.to_csv(wide, index=False, encoding="utf-16")
     for path, words in (
-        (latin, "not UTF-8"),
+        (latin, "iconv -f latin1"),
+        (wide, "iconv -f utf-16"),
+        (other, "values are separated by ';', not by ',': save it with commas"),
         (mixed, "mixes numbers and text: row 17 is 'n/k'"),
         (empty, "not a table"),
         (tmp_path / "none.csv", "cannot read"),

@@ -165,6 +165,21 @@ def test_rows_that_are_not_balanced(uneven):
     assert "on 3 and 18.7" in str(first)
 
 
+def test_degrees_of_several_effects_at_once_are_those_of_differences_from_the_baseline(uneven):
+    """``anova(lmer(Reaction ~ part + part:half + half + (Days | Subject), u), type = )``: degrees of freedom
+    depend on how a hypothesis is written, as F does not."""
+    uneven["part"] = ["abc"[(day > 1) + (day > 5)] for day in uneven.Days]
+    fit = fp.mixed_model("Reaction ~ part + part:half + half + (Days | Subject)", uneven, REML=True)
+    known = {
+        3: [(83.93507250, 0.52182), (19.71426342, 1.94273), (83.93507254, 1.77887)],
+        2: [(77.17775223, 0.53264), (21.16633895, 2.15574), (83.93507254, 1.77887)],
+    }
+    for kind, rows in known.items():
+        found = fit.anova(type=kind)
+        assert list(found.index) == ["part", "half", "part:half"]
+        assert found[["den_df", "F"]].to_numpy() == pytest.approx(np.array(rows), rel=1e-3)
+
+
 def test_marginal_means_and_their_differences(machines):
     """``emmeans(lmer(score ~ Machine + x + (1 | Worker/Machine), M), ~ Machine)`` and ``pairs``."""
     fit = fp.mixed_model("score ~ Machine + x + (1 | Worker/Machine)", machines, REML=True)

@@ -6,10 +6,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 import fedpop as fp
 from fedpop.cli import main
 from fedpop.errors import SettingsError
+from fedpop.mixed.groups import Groups
 from fedpop.mixed.inference import chi_square_tail
 
 
@@ -219,3 +221,21 @@ def test_a_level_that_is_small_at_each_site_is_not_told(frame):
     assert "susual" in fp.mixed_model("y ~ s + (1 | g)", frame).coefficients  # ten rows in all
     with pytest.raises(fp.mixed.model.DataError, match="suppressed"):
         fp.mixed_model("y ~ s + (1 | g)", frame, sites="site")
+
+
+def test_no_point_is_asked_for_twice(simulated, monkeypatch):
+    """What everyone said of a point is known where it comes again: in the search's last steps, and where
+    standard errors are found."""
+    asked, ask = [], Groups.ask
+
+    def counted(self, question, known, among=None):
+        if "curved" in known:
+            point = torch.cat((known["b"], known["factor"].flatten()))
+            asked.append((question.nodes, tuple(point.tolist())))
+        return ask(self, question, known, among)
+
+    monkeypatch.setattr(Groups, "ask", counted)
+    fit = fp.mixed_model("yes ~ w + (1 | g)", simulated([9] * 12), "bernoulli")
+    fit.confint()
+    assert len(asked) == len(set(asked))
+    assert len(asked) <= 12

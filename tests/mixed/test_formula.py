@@ -36,6 +36,12 @@ def built(frame, text, levels=None):
         ("I(x^2) + log( x+1 )", ["(Intercept)", "I(x^2)", "log(x + 1)"]),
         ("factor(k)", ["(Intercept)", "factor(k)2", "factor(k)10"]),
         ("s:flag + s", ["(Intercept)", "sb", "sc", "sa:flagTRUE", "sb:flagTRUE", "sc:flagTRUE"]),
+        ("x * w + s * x", ["(Intercept)", "x", "w", "sb", "sc", "x:w", "x:sb", "x:sc"]),
+        ("s + w:x + x:s", ["(Intercept)", "sb", "sc", "w:x", "sb:x", "sc:x"]),
+        (
+            "s:flag + flag",
+            ["(Intercept)", "flagTRUE", "sb:flagFALSE", "sc:flagFALSE", "sb:flagTRUE", "sc:flagTRUE"],
+        ),
         ("`odd name`", ["(Intercept)", "`odd name`"]),
         ("dotted.name", ["(Intercept)", "dotted.name"]),
     ],
