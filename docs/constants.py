@@ -406,8 +406,17 @@ TABLES: Mapping[str, Rows] = {
         "methods/fedsouk.py": {
             "USUAL_STEPS, STEPS_OF_DEEP": (
                 "transitions of a chain in a round; `local_steps` overrides it",
-                "ten: draws of a head cost little, and J is quieter with more. Two where each gradient is a "
-                "pass through the network: derived from the price, not measured",
+                "ten: draws of a head cost little, and J is quieter with more. One where each gradient is a "
+                "pass through the network: with two leapfrog steps and J a round is then four passes "
+                "(two transitions took 6.9 bare passes of a small BERT)",
+            ),
+        },
+        "population/saving.py": {
+            "SAVED_BYTES, LEAST_SAVED_DRAWS": (
+                "bytes up to which `save` keeps all draws of all clients, and how many it keeps of each at "
+                "least; `posteriors=` overrides both",
+                "16 MiB: 100 clients with heads of 99 numbers have 423 of their 1,000 draws; with 100 a 5 % "
+                "quantile is known to .2 posterior standard deviations",
             ),
         },
         "devices.py": {
@@ -1047,6 +1056,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
             "flower/ledger.py": "TAIL_BYTES",
             "flower/logs.py": "LOG_BYTES, OLD_LOGS",
             "flower/watch.py": "LOG_END_BYTES",
+            "federation/cohort.py": "KEPT_BYTES",
             "blocks.py": "CLIENTS_AT_ONCE, ROWS_AT_ONCE, ENTRIES_AT_ONCE",
             "client/local_sgd.py": "LARGEST_BATCHED",
             "client/phi_step.py": "GRADIENT_NUMBERS_AT_ONCE, LARGEST_PHI_SIDE_BY_SIDE, "

@@ -14,6 +14,32 @@ from fedpop.federation.inputs import Inputs, map_inputs
 from fedpop.keys import Key
 
 T = TypeVar("T")
+KEPT_BYTES = 2**27
+"""Of what is made of units' data once and for all, up to which it is kept from one round to the next."""
+
+
+class Shelf:
+    """What was made of units' data, kept for as long as a run takes: cohorts come and go."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, Any] = {}
+        self._bytes = 0
+
+    def found(self, how: object, units: Tensor) -> Any:
+        """What was made of these units together, or None."""
+        return self._made.get((how, _named(units)))
+
+    def keep(self, how: object, units: Tensor, made: object, size: int) -> None:
+        """For the next round; where it gets too much, what was there before goes."""
+        if self._bytes + size > KEPT_BYTES:
+            self._made, self._bytes = {}, 0
+        if size <= KEPT_BYTES:
+            self._made[how, _named(units)] = made
+            self._bytes += size
+
+
+def _named(units: Tensor) -> bytes:
+    return units.cpu().numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -31,6 +57,8 @@ class Cohort:
     longest: int
     embedded: bool = False
     """x already holds features (a frozen backbone's are computed once)."""
+    shelf: Shelf | None = None
+    """Where what is made of these units together is kept."""
 
     def __len__(self) -> int:
         return self.units.shape[0]

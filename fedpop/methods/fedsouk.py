@@ -71,7 +71,7 @@ from fedpop.server.averaging import Averaging, aligner
 from fedpop.server.beta_step import EM, BetaStep, EMAdam, Turn
 from fedpop.server.optimisers import RATE_TRIAL_ROUNDS, SGD, NetworkAdam, Optimiser, Stage, largest_rate
 
-USUAL_STEPS, STEPS_OF_DEEP = 10, 2
+USUAL_STEPS, STEPS_OF_DEEP = 10, 1
 """Transitions of a chain in a round where nothing is said: a step of a head costs little, one of parameters
 deep inside a network as much as the round's own backward pass."""
 
@@ -88,7 +88,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
         local_steps: The paper's M, steps of a chain in a round: one number, a ``fp.chains.Steps``
             schedule, or one for each client by name. More cost more, with less noise. None (the default) is
-            10, or 2 where z is deep inside a network.
+            10, or 1 where z is deep inside a network.
         start: Where phi starts: "spectral", "random", or "auto" (the default) for what suits the data.
         batch: How many of a client's examples a round works on, 50 by default, drawn anew in each; None is
             all. It is for networks with a linear head; other models take all.

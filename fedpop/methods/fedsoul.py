@@ -42,7 +42,7 @@ class FedSOUL(FedSOUK, Chooses):
         model: What is fitted, such as ``fp.Composition(backbone, head, likelihood)``.
         local_steps: The paper's M, how many steps a chain makes in a round: one number, a
             ``fp.chains.Steps`` schedule over rounds, or one for each client by name. More cost more and
-            lessen noise. None (the default) is 10, or 2 where z is deep inside a network.
+            lessen noise. None (the default) is 10, or 1 where z is deep inside a network.
         batch: How many of a client's examples a round works on, drawn anew in each: 50 by default, which for
             the same number of passes through a network does far better than all of them, in more and cheaper
             rounds; None is all. It is for networks with a linear head; other models take all.

@@ -153,6 +153,16 @@ class Model(ABC):
         encoded = self.likelihood.encode(y, self.outputs, phi.dtype)
         return self.likelihood.log_prob(self.head_outputs(phi, z, features, rows), encoded, self.params(phi))
 
+    def features_at(self, phi: Tensor, x: Inputs) -> Inputs:
+        """What z acts on, at new examples."""
+        try:
+            with torch.no_grad():
+                return self.embed(phi, x)
+        except USERS as error:
+            if isinstance(error, FedpopError):
+                raise
+            raise not_accepted(x, error) from error
+
     def outputs_at(self, phi: Tensor, z: Tensor, x: Inputs) -> Tensor:
         """Head outputs ``[L, n, o]`` at new examples."""
         try:

@@ -30,6 +30,7 @@ from fedpop.models.modules import (
     dropout_rows,
     federated,
     has_dropout,
+    has_ties,
     is_hooked,
     require_together,
 )
@@ -112,6 +113,7 @@ class Composition(Model):
         self._pass: NetworkPass = NetworkPass.of(self.backbone, self.phi_layout.size, self.dtype, precision)
         self.rows_side_by_side = 0 if self._pass.convolutional else ANY_ROWS  # until it has seen an example
         self.network = not isinstance(self.backbone, nn.Identity | nn.Linear)
+        self._tied = has_ties(self.backbone) or has_ties(self.head)
 
     def __repr__(self) -> str:
         head = "linear head" if self.linear else "head through vmap"
@@ -154,7 +156,7 @@ class Composition(Model):
 
     def embed(self, phi: Tensor, x: Inputs, rows: RowKeys | None = None) -> Tensor:
         views, (random, fixed) = self._backbone_views(phi), self._parts(x)
-        run = partial(call, self.backbone)
+        run = partial(call, self.backbone, tied=self._tied)
         features = self._pass(run, views, random, rows).to(phi.dtype)
         if self.fixed is None or fixed is None:
             return features
@@ -173,7 +175,7 @@ class Composition(Model):
         if isinstance(features, Tensor):
             features, offset = self.split_offset(features)
         with dropout_rows(self.head, rows):
-            eta = call(self.head, self.z_layout.views(z), features)
+            eta = call(self.head, self.z_layout.views(z), features, self._tied)
         return eta if offset is None else eta + offset
 
     @property

@@ -88,9 +88,17 @@ class Condensed:
 
     @classmethod
     def once(cls, model: Model, cohort: Cohort) -> Condensed | None:
-        """Made once for a cohort."""
+        """Made once for these units, whose rows are not read again."""
         how = ("condensed", model.likelihood.name, model.outputs)
-        return cohort.once(how, lambda: cls.of(model, cohort))
+        shelf = cohort.shelf
+        if shelf is None:
+            return cohort.once(how, lambda: cls.of(model, cohort))
+        kept: Condensed | None = shelf.found(how, cohort.units)
+        if kept is None:
+            kept = cohort.once(how, lambda: cls.of(model, cohort))
+            if kept is not None:
+                shelf.keep(how, cohort.units, kept, kept.rows.nbytes)
+        return kept
 
     def bind(self, model: Model, phi: Tensor) -> LocalLikelihood:
         """The likelihood as a function of z."""
@@ -113,13 +121,15 @@ def triangles(model: Model, cohort: Cohort, size: int) -> Tensor:
     columns = [*leaves(cohort.x), y]
     found = y.new_zeros((len(cohort), size, size))
     for group in torch.arange(len(cohort), device=cohort.device).split(CLIENTS_AT_ONCE):
-        sizes, longest = cohort.sizes[group].unsqueeze(1), int(cohort.sizes[group].max())
-        step = max(size, ROWS_AT_ONCE // len(group))
-        for first in range(0, longest, step):
+        first, longest = 0, int(cohort.sizes[group].max())
+        while first < longest:
+            group = group[cohort.sizes[group] > first]  # who has rows left
+            sizes, step = cohort.sizes[group].unsqueeze(1), max(size, ROWS_AT_ONCE // len(group))
             place = first + torch.arange(min(step, longest - first), device=cohort.device)
             there = place < sizes
             rows = torch.where(there, starts[group].unsqueeze(1) + place, 0)
             x, last = torch.cat([v[rows].double() for v in columns[:-1]], -1), y[rows]
             block = torch.cat((x, x.new_ones((*rows.shape, 1)), last), -1) * there.unsqueeze(-1)
             found[group] = torch.linalg.qr(torch.cat((found[group], block), 1), mode="r")[1]
+            first += step
     return found

@@ -34,6 +34,7 @@ from fedpop.models.modules import (
     dropout_rows,
     federated,
     has_dropout,
+    has_ties,
     require_together,
 )
 from fedpop.models.probe import ANY_ROWS
@@ -112,6 +113,7 @@ class Split(Model):
         self._pass: NetworkPass = NetworkPass.of(self.module, self.phi_layout.size, self.dtype, precision)
         self.rows_side_by_side = 0 if self._pass.convolutional else ANY_ROWS  # until it has seen an example
         self.network = not isinstance(module, nn.Linear)
+        self._tied = has_ties(self.module)
 
     def __repr__(self) -> str:
         return (
@@ -187,6 +189,6 @@ class Split(Model):
 
     def head_at(self, phi: Tensor, z: Tensor, features: Inputs, rows: RowKeys | None = None) -> Tensor:
         with dropout_rows(self.module, rows):
-            run, tensors = partial(call, self.module), self._tensors(phi, z)
+            run, tensors = partial(call, self.module, tied=self._tied), self._tensors(phi, z)
             out: Tensor = self._pass.elsewhere(run, tensors, features)
         return out

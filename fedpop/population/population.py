@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,8 +30,16 @@ from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_o
 from fedpop.models.base import Model
 from fedpop.models.predictive import Predictive
 from fedpop.population.client_models import ClientModels
-from fedpop.population.posterior import Newcomer, Posterior, checked_inputs, finite, in_pieces, newcomer
-from fedpop.population.saving import save, thinned
+from fedpop.population.posterior import (
+    Newcomer,
+    Posterior,
+    checked_inputs,
+    embedded,
+    finite,
+    in_pieces,
+    newcomer,
+)
+from fedpop.population.saving import draws_that_fit, save, thinned
 from fedpop.population.served import served
 from fedpop.population.summary import summary
 from fedpop.population.theta import ThetaDraws
@@ -193,6 +201,47 @@ class Population(ClientModels):
             return self._theta.predict(i, inputs, key)
         found = self.algorithm.predict(self.published, self._model_of(i), inputs, key)
         return finite(replace(found, labels=self.model.labels), repr(self.names[i]))
+
+    @checked
+    def predict_many(self, x: Mapping[str | int, Any]) -> dict[str, Predictive]:
+        """Predictions of many clients at once, the same as of each by itself: the final pass of those that
+        were not asked before is made together, and all rows go through a shared network in one pass.
+
+        Args:
+            x: The rows of each client that is asked, by its name or number.
+
+        Returns:
+            A prediction for each of them, by its name.
+
+        >>> import torch, fedpop as fp
+        >>> x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        >>> model = fp.Composition(None, torch.nn.Linear(1, 1), fp.likelihoods.Normal(0.01))
+        >>> population = fp.FedSOUL(model).fit({"anna": (x, 2 * x[:, 0]), "ben": (x, 4 * x[:, 0])}, rounds=5)
+        >>> population.predict_many({"ben": [[1.0]], "anna": [[1.0], [2.0]]})["anna"]
+        Predictive(2 examples, normal, from 1000 draws of z)
+        """
+        asked = {self._index(client): checked_inputs(self.model, rows) for client, rows in x.items()}
+        if not asked:
+            return {}
+        ids, method = torch.tensor(list(asked)), self.algorithm
+        for some in ids.split(CLIENTS_AT_ONCE):
+            self._personalise(some)
+        if not any("phi" in self._personal[i] for i in asked):  # else each has a network of its own
+            features = embedded(self.model, self.published["phi"], list(asked.values()))
+            asked, method = (
+                dict(zip(asked, features, strict=True)),
+                method.replace(model=self.model.on_features()),
+            )
+        return {
+            self.names[i]: finite(
+                replace(
+                    method.predict(self.published, self._personal[i], rows, self._predict_key(i)),
+                    labels=self.model.labels,
+                ),
+                repr(self.names[i]),
+            )
+            for i, rows in asked.items()
+        }
 
     def _predict_key(self, i: int) -> Key:
         return self.key.at(purpose=f"predict.{self.names[i]}")
@@ -426,14 +475,16 @@ class Population(ClientModels):
         Args:
             path: The folder; it is made where there is none, and other files in it stay.
             posteriors: Whose own models are saved: ``"all"``, those ``"computed"`` so far, or all up to 1,000
-                clients (``"auto"``). A number saves all, each with so many of its draws, evenly spaced: a
-                hundred take a tenth of the room of a thousand, and a 5 % quantile is then known to .2
-                posterior standard deviations rather than .07.
+                clients (``"auto"``), of whose draws so many are saved, evenly spaced, as take 16 MiB, but a
+                hundred of each at least. A number saves all clients, each with so many of its draws: with a
+                hundred a 5 % quantile is known to .2 posterior standard deviations, with a thousand to .07.
         """
         many = posteriors if isinstance(posteriors, int) else None
         everyone = many is not None or posteriors == "all" or (posteriors == "auto" and len(self) <= 1000)
         if everyone and self.federation is not None:
             self.sample_all()
+        if posteriors == "auto":
+            many = draws_that_fit(self._personal)
         about = {n: getattr(self, n) for n in ("learned_from", "rounds", "best_round", "drift", "totals")}
         about |= {"clients": self.names, "convergence": self.convergence and self.convergence.plain()}
         about |= {"how": [list(row) for row in self.how]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from fedpop.errors import DataError, SettingsError, TrainingError
 from fedpop.evaluation.newcomers import for_newcomer
 from fedpop.federation.clients import Federation
 from fedpop.federation.cohort import Cohort
-from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite
+from fedpop.federation.inputs import Inputs, as_inputs, map_inputs, narrowed, require_finite, rows_of
 from fedpop.keys import NEWCOMER, Key
 from fedpop.message import Tensors
 from fedpop.methods.base import Algorithm, PopulationPrior, hierarchy_of, role_of
@@ -139,6 +140,17 @@ def in_pieces(x: Inputs, y: Tensor, each: int) -> Iterator[tuple[Inputs, Tensor]
     rows = max(1, PREDICTED_ENTRIES_AT_ONCE // each)
     for start in range(0, len(y), rows):
         yield map_inputs(lambda v, at=start: v[at : at + rows], x), y[start : start + rows]
+
+
+def embedded(model: Model, phi: Tensor, each: list[Inputs]) -> list[Inputs]:
+    """The features of several clients' rows, by one pass over all of them."""
+    counts = [rows_of(x) for x in each]
+    features = model.features_at(phi, map_inputs(lambda *parts: torch.cat(parts), *each))
+    ends = list(itertools.accumulate(counts))
+    return [
+        map_inputs(lambda v, end=end, n=n: v[end - n : end], features)
+        for end, n in zip(ends, counts, strict=True)
+    ]
 
 
 def checked_inputs(model: Model, x: Any) -> Inputs:

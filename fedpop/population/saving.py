@@ -25,6 +25,9 @@ POPULATION_FORMAT = 3
 and what a run decided."""
 PIECE_BYTES = 2**27
 """Bytes of clients' models in one file, about."""
+SAVED_BYTES, LEAST_SAVED_DRAWS = 2**24, 100
+"""Bytes up to which all draws of all clients are saved unless more are asked for, and draws of a client that
+are saved whatever they take."""
 KEYS = {
     "format", "version", "method", "algorithm", "model", "known", "theta", "models", "private", "history",
     "clients", "learned_from", "rounds", "best_round", "drift", "convergence", "how", "decisions", "totals",
@@ -74,6 +77,15 @@ def save(
         raise
     new.tidy(STEMS, INDEX)
     return folder
+
+
+def draws_that_fit(models: Mapping[int, Tensors]) -> int:
+    """Of each client, so that draws of all take no more room than they may; some of each in any case."""
+    each = [m["draws"] for m in models.values() if "draws" in m]
+    if not each:
+        return LEAST_SAVED_DRAWS
+    most = max(v.shape[1] * v.shape[2] for v in each)
+    return max(LEAST_SAVED_DRAWS, most * SAVED_BYTES // max(sum(v.nbytes for v in each), SAVED_BYTES))
 
 
 def thinned(model: Tensors, draws: int) -> Tensors:

@@ -23,9 +23,18 @@ class NetworkEnsemble(nn.Module):
         self.networks = nn.ModuleList(networks)
         self._likelihood, self._params = likelihood, params
 
-    def forward(self, x: Tensor) -> Tensor:
-        means = [self._likelihood.mean(network(x), self._params) for network in self.networks]
+    def forward(self, *x: Tensor, **named: Tensor) -> Tensor:
+        means = [self._likelihood.mean(network(*x, **named), self._params) for network in self.networks]
         return torch.stack(means).mean(0)
+
+
+class Network(nn.Sequential):
+    """A backbone and a head, called as the backbone is: with parts of x in order or by name."""
+
+    def forward(self, *x: Tensor, **named: Tensor) -> Tensor:
+        backbone, head = self
+        out: Tensor = head(backbone(*x, **named))
+        return out
 
 
 def served(model: Model, published: Tensors, state: Tensors, draws: int | None) -> nn.Module:
@@ -59,4 +68,4 @@ def _network(model: Model, phi: Tensor, z: Tensor) -> nn.Module:
     backbone, head = deepcopy(model.backbone), deepcopy(model.head)
     backbone.load_state_dict({n[9:]: v for n, v in values.items() if n.startswith("backbone.")}, strict=False)
     head.load_state_dict({n: values[n] for n in model.z_layout.names}, strict=False)
-    return nn.Sequential(backbone, head).eval()
+    return Network(backbone, head).eval()

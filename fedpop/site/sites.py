@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedpop.errors import EstimateError, SettingsError
 from fedpop.federation.clients import Federation
-from fedpop.federation.cohort import Cohort
+from fedpop.federation.cohort import Cohort, Shelf
 from fedpop.federation.inputs import as_text
 from fedpop.federation.participation import Active, Everyone
 from fedpop.keys import Key, unit_of
@@ -71,6 +71,7 @@ class Sites:
         self.store = LocalStore(len(federation)) if store is None else store
         self.sites = None if sites is None else site_of_each(sites, federation)
         self._everyone: tuple[Tensor, Cohort] | None = None
+        self._shelf = Shelf()
         self.updates: list[Update] = []
         """States that replace units' present ones once the last round, or question, counts."""
 
@@ -166,7 +167,7 @@ class Sites:
         """Units together; a cohort of everyone is cached."""
         if self._everyone is not None and torch.equal(self._everyone[0], group):
             return self._everyone[1]
-        cohort = self.federation.cohort(group, self.device)
+        cohort = replace(self.federation.cohort(group, self.device), shelf=self._shelf)
         if len(group) == len(self.federation):
             self._everyone = (group, cohort)
         return cohort

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
@@ -108,3 +108,68 @@ def test_a_number_of_draws_is_what_is_saved(tmp_path: Path) -> None:
     assert torch.equal(kept[:, -1], all_of_them[:, -1])
     with pytest.raises(SettingsError, match="posteriors must be"):
         population.save(tmp_path, posteriors=0)
+
+
+def test_by_default_as_many_draws_as_take_little_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    population = fp.FedSOUL(classes()).fit(clients(), rounds=2)
+    population.save(tmp_path / "all")
+    assert fp.load(tmp_path / "all").posterior("anna").draws.shape == (4, 250, 15)
+    monkeypatch.setattr("fedpop.population.saving.SAVED_BYTES", 2 * 400 * 15 * 4)
+    population.save(tmp_path / "some")
+    assert fp.load(tmp_path / "some").posterior("anna").draws.shape == (4, 100, 15)
+    population.save(tmp_path / "asked", posteriors="all")
+    assert fp.load(tmp_path / "asked").posterior("anna").draws.shape == (4, 250, 15)
+    monkeypatch.setattr("fedpop.population.saving.SAVED_BYTES", 1)
+    population.save(tmp_path / "least")
+    assert fp.load(tmp_path / "least").posterior("anna").draws.shape == (4, 25, 15)
+
+
+class Named(nn.Module):
+    """Takes its parts by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, age: Tensor, word: Tensor) -> Tensor:
+        out: Tensor = self.layer(torch.cat((age, word), 1))
+        return out
+
+
+@pytest.mark.parametrize("draws", [None, 2])
+def test_parts_of_x_by_name(draws: int | None) -> None:
+    model = fp.Composition(seeded(Named(), 1), seeded(nn.Linear(4, 3), 2), "categorical")
+    parts = {name: ({"age": x[:, :1], "word": x[:, 1:]}, y) for name, (x, y) in clients().items()}
+    population = fp.FedSOUL(model).fit(parts, rounds=1)
+    network = population.module("anna", draws=draws)
+    assert torch.equal(network(age=X[:, :1], word=X[:, 1:]), network(word=X[:, 1:], age=X[:, :1]))
+    assert torch.equal(network(age=X[:, :1], word=X[:, 1:]), network(X[:, :1], X[:, 1:]))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_many_clients_at_once_are_told_what_each_is(name: str) -> None:
+    population = METHODS[name]().fit(clients(), rounds=2)
+    found = population.predict_many({"ben": X, "anna": X[:2]})
+    assert list(found) == ["ben", "anna"]
+    for client, x in (("ben", X), ("anna", X[:2])):
+        alone = population.predict(client, x)
+        torch.testing.assert_close(found[client].mean, alone.mean)
+        torch.testing.assert_close(found[client].samples, alone.samples)
+    assert population.predict_many({}) == {}
+    with pytest.raises(DataError, match="no client 'carl'"):
+        population.predict_many({"carl": X})
+    with pytest.raises(DataError, match="does not accept examples"):
+        population.predict_many({"anna": X[:, :2]})
+
+
+def test_many_clients_take_one_pass_of_a_shared_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    population = fp.FedSOUL(classes()).fit(clients(), rounds=1).sample_all()
+    rows: list[int] = []
+    embed = fp.Composition.embed
+    monkeypatch.setattr(
+        fp.Composition, "embed", lambda self, phi, x, *more: rows.append(len(x)) or embed(self, phi, x, *more)
+    )
+    population.predict_many({"ben": X, "anna": X[:2]})
+    assert rows == [7]
