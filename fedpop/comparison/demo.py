@@ -12,7 +12,7 @@ from rich.console import Console
 from fedpop.comparison import Comparison
 from fedpop.comparison.page import on_the_way
 from fedpop.comparison.run import compare_all
-from fedpop.comparison.sheets import PROTOCOL, summary
+from fedpop.comparison.sheets import notes, protocol, summary
 from fedpop.comparison.tasks import Task
 from fedpop.comparison.terms import Terms, entry_from
 from fedpop.comparison.truth import METHODS, Outcome, run_beside_truth
@@ -199,7 +199,8 @@ def page(results: Results) -> Page:
     ]
     compared = _compared(results)
     if compared is not None:
-        sections.append(Section("More methods, under one protocol", PROTOCOL, summary(compared)))
+        words = " ".join([protocol(compared), *(f"{note}." for note in notes(compared))])
+        sections.append(Section("More methods, under one protocol", words, summary(compared)))
         sections.append(Section("", figures=on_the_way(compared)[:2]))
     lead = (
         f"{task['b']} clients hold {' or '.join(map(str, task['sizes']))} examples each of y = x' phi z + "
@@ -236,7 +237,7 @@ def _figures(results: Results, points: dict[str, list[dict[str, float]]]) -> lis
             "have intervals of noise only.",
         ),
         Figure(
-            plots.bars({n: m["z_error"] for n, m in by_name.items()}, "error of z"),
+            plots.bars({n: m["z_error"] for n, m in by_name.items()}, "error of z", digits=3),
             "Mean error of the clients' own parameters, after linear alignment through phi.",
         ),
     ]

@@ -8,7 +8,6 @@ from typing import Any
 from fedpop.comparison.sheets import (
     COST,
     PERCENT,
-    PROTOCOL,
     REFERENCE,
     Compared,
     class_of,
@@ -17,6 +16,7 @@ from fedpop.comparison.sheets import (
     main_score,
     new_sheet,
     notes,
+    protocol,
     scores_sheet,
     summary,
     time_spent,
@@ -111,7 +111,7 @@ def page(comparison: Compared) -> Page:
     """The page: scores on the way, clients, calibration, all tables."""
     main = main_score(comparison)
     looks = looks_of(comparison.methods)
-    text = " ".join([PROTOCOL, "Methods with * are plug-in.", *(f"{note}." for note in notes(comparison))])
+    text = " ".join([protocol(comparison), *(f"{note}." for note in notes(comparison))])
     sections = [Section("The comparison", text, summary(comparison))]
     sections.append(Section("On the way", figures=on_the_way(comparison)))
     sections += _clients(comparison, main, looks) + _calibration(comparison, main, looks)

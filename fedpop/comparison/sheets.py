@@ -24,15 +24,16 @@ NAMES = {
     "width": "width",
 }
 PERCENT = ("accuracy", "coverage")
-PROTOCOL = (
-    "Every client is scored on its own test examples, whoever was active last; scores are averaged over "
-    "clients, then over seeds (± their standard deviation over seeds). worst 10 %: mean over the worst tenth "
-    "of the clients. last: mean over the last rounds of the run instead of the final model. new, own data: "
-    "clients never in training, with their own few examples; new, none: without any (- where the method has "
-    "nothing to offer). theta too: coverage of intervals that do not take theta for granted (- where its "
-    "information cannot be had). ECE: over all clients' predictions pooled. plug-in: no uncertainty about "
-    "parameters. diverged: a prediction was not finite."
-)
+SAID_OF = {
+    "worst 10 %": "worst 10 %: mean over the worst tenth of the clients.",
+    "last": "last: mean over the last rounds of the run instead of the final model.",
+    "new, own data": "new, own data: clients never in training, with their own few examples.",
+    "new, none": "new, none: without any (- where the method has nothing to offer).",
+    "theta too, %": "theta too: coverage of intervals that do not take theta for granted (- where its "
+    "information cannot be had).",
+    "ECE": "ECE: over all clients' predictions pooled.",
+}
+"""What a reader of the first table needs, by its columns."""
 NOTED = {
     "unserved": "client(s) for whom it has no model, in none of its scores",
     "new_unserved": "new client(s) for whom it has no model, in none of its scores",
@@ -137,6 +138,24 @@ def summary(comparison: Compared) -> Sheet:
     named = {NAMES["accuracy"]: "accuracy, %", NAMES["coverage"]: "90 % cov., %"}
     spare = ("sec.", "last", "sent", "rounds", "passes", "worst 10 %", "new, none")
     return Sheet([named.get(c, c) for c in columns], rows, highlights(comparison), spare)
+
+
+def protocol(comparison: Compared) -> str:
+    """How the first table was made, and what its columns and marks mean: those that are there."""
+    sheet, records = summary(comparison), comparison.records
+    over = "clients, then over seeds (± their standard deviation over seeds)"
+    if len({r["seed"] for r in records}) == 1:
+        over = "clients"
+    said = [
+        "Every client is scored on its own test examples, whoever was active last; scores are averaged over "
+        f"{over}."
+    ]
+    said += [words for column, words in SAID_OF.items() if column in sheet.columns]
+    if any(r["metrics"].get("plug_in") for r in records):
+        said.append("*: a plug-in method, without uncertainty about parameters.")
+    if any("diverged" in cell for row in sheet.rows for cell in row):
+        said.append("diverged: a prediction was not finite.")
+    return " ".join(said)
 
 
 def notes(comparison: Compared) -> list[str]:
@@ -295,7 +314,7 @@ def sheets(comparison: Compared) -> dict[str, Sheet]:
 
 def text(comparison: Compared) -> str:
     """``results.md``."""
-    lines = [f"# {lead_of(comparison)}", "", PROTOCOL, ""]
+    lines = [f"# {lead_of(comparison)}", "", protocol(comparison), ""]
     lines += [f"- {note}" for note in notes(comparison)] + [""] * bool(notes(comparison))
     for title, sheet in sheets(comparison).items():
         lines += [f"## {title}", "", markdown(sheet)]
