@@ -13,7 +13,7 @@ from fedpop.errors import CheckpointError
 from fedpop.files import DAMAGED, read_bytes, read_json
 from fedpop.flower.present import PRESENT, read_present
 from fedpop.flower.processes import is_locked
-from fedpop.flower.server_folder import AFTERWARDS, OUTCOME, PRINTED, ServerFolder
+from fedpop.flower.server_folder import AFTERWARDS, OUTCOME, PRINTED, SCALES, ServerFolder
 from fedpop.run.progress import human_bytes, privacy_words
 
 METRICS = "metrics.jsonl"
@@ -144,8 +144,9 @@ def standing(folder: ServerFolder, lines: Sequence[dict[str, Any]] | None = None
 def _sites(
     folder: ServerFolder, lines: Sequence[Mapping[str, Any]], waiting: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Each site that was admitted, or was heard: when, and what was wrong last."""
+    """Each site that was admitted, or was heard: when, and what was wrong last, or before the first round."""
     received, count = dict[str, int](), Counter[str]()
+    stopped = _plain(folder.run / SCALES).get("stopped", {})
     for line in lines:
         received |= dict.fromkeys(line.get("heard", []), line["round"])
         count.update(line.get("heard", []))
@@ -156,7 +157,7 @@ def _sites(
             "last_round": received.get(name),
             "heard": count[name],
             "late": last.get("late_from", {}).get(name, 0),
-            "why": last.get("reasons", {}).get(name),
+            "why": last.get("reasons", {}).get(name, None if name in received else stopped.get(name)),
             "waited_for": name in waiting,
         }
         for name in sorted({*folder.names, *received, *last.get("reasons", {})})
@@ -180,7 +181,7 @@ def status(root: Path, say: Callable[[str], None], plain: bool = False) -> None:
         unit = "question" if found["formula"] else "round"
         text = f"last message in {unit} {site['last_round']}" if seen else "no message yet"
         text += f"; {site['late']} of its replies came late" if site["late"] else ""
-        text += f"; in the last one: {site['why']}" if site["why"] else ""
+        text += f"; {'in the last one: ' if seen else ''}{site['why']}" if site["why"] else ""
         text += "; waited for" if site["waited_for"] else ""
         say(f"  {site['name']:<9} {text}")
     if (last := found["last"]) is not None:

@@ -224,6 +224,23 @@ def test_status_as_json(folder: ServerFolder, capsys: pytest.CaptureFixture[str]
     assert "  warning   the prior's scale is at its lower bound\n" in capsys.readouterr().out
 
 
+def test_who_was_stopped_before_the_first_round_is_told(
+    folder: ServerFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a site that has taken part since it is no longer said."""
+    (folder.admitted / "east.pub").write_text("")
+    stopped = {"east": "a column is out of proportion", "north": "so was one here"}
+    write_json(folder.run / "scales.json", {"columns": {}, "stopped": stopped})
+    why = {site["name"]: site["why"] for site in standing(folder)["sites"]}
+    missed = "it did not answer in time"
+    assert why == {"east": "a column is out of proportion", "north": None, "south": missed}
+    capsys.readouterr()
+    fedpop("server", "status", folder.root)
+    output = capsys.readouterr().out
+    assert "  east      no message yet; a column is out of proportion\n" in output
+    assert f"last message in round 11; in the last one: {missed}" in output
+
+
 def test_numbers_for_prometheus(folder: ServerFolder) -> None:
     """By its text format: a help and a type before each name's samples, names and values as it wants them."""
     text = of_run(standing(folder))
