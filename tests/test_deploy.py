@@ -94,6 +94,18 @@ def test_commands_on_pages_exist(page: Path) -> None:
         check(words)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.parent.name)
+def test_what_a_page_installs_fits_formulas(page: Path) -> None:
+    """Sites that are asked for a formula need its extra, wherever the environment comes from."""
+    text = page.read_text()
+    assert "fedpop server fit" in text
+    code = "".join(re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    recipe = (DEPLOY / "Containerfile").read_text()
+    found = re.findall(r"pip install [^\n]*'(?:fedpop|/src)\[([\w,]+)\]'", code + recipe)
+    assert len(found) > 1
+    assert all({"flower", "formula"} <= set(extras.split(",")) for extras in found), found
+
+
 def test_a_command_that_is_not_there_would_be_found() -> None:
     with pytest.raises(AssertionError, match="no --jsn"):
         check(["server", "status", "DIR", "--jsn"])

@@ -16,6 +16,7 @@ import torch
 from fedpop.entries import module_named
 from fedpop.errors import (
     CheckpointError,
+    ExtraError,
     FedpopError,
     ScaleError,
     SchemaError,
@@ -146,6 +147,9 @@ class Site:
         except SchemaError as error:  # it is written for the server, too
             log.error("%s failed: %s", request.kind, error)
             return refusal(str(error), Code.DATA, site=self.name)
+        except ExtraError as error:  # a package that the site lacks says nothing of its data
+            log.error("%s failed: %s", request.kind, error)
+            return refusal(f"site {self.name}: {error}", site=self.name)
         except SecureSumError as error:  # what it says is of the server's own making
             log.warning("%s refused: %s", request.kind, error)
             return refusal(str(error), Code.SECURE, site=self.name)

@@ -12,6 +12,7 @@ import torch
 from flwr.app import Message
 
 import fedpop as fp
+from fedpop.errors import ExtraError
 from fedpop.federation.participation import Active
 from fedpop.flower import site_state
 from fedpop.flower.records import (
@@ -46,6 +47,22 @@ def test_what_goes_wrong_at_a_site_stays_there(tmp_path: Path, monkeypatch: pyte
     sent = json.dumps([str(m.content.config_records) for _, _, m in grid.traffic])
     assert "Jane" not in sent
     same_bits(found.published, with_lost_at_site("bea", 2).published)
+
+
+def test_a_package_that_a_site_lacks_is_told_to_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing of data, and somebody has to install it there."""
+
+    def lacking(*given: Any, **named: Any) -> Any:
+        raise ExtraError("mixed models need pandas: pip install 'fedpop[formula]'")
+
+    _, grid = across(made("FedAvg", "softmax"), four("softmax"), tmp_path, rounds=1)
+    (request,) = [r for r in requests_to(grid, "ada") if r.kind == "train"]
+    monkeypatch.setattr(Sites, "round_work", lacking)
+    (tmp_path / "ada" / "experiments" / request.header["experiment"] / "chain.safetensors").unlink()
+    why = open_site(tmp_path / "ada").answer(request).refused
+    assert why == "site ada: mixed models need pandas: pip install 'fedpop[formula]'"
 
 
 def with_lost_at_site(name: str, round: int) -> fp.Population:
