@@ -19,7 +19,7 @@ from fedpop.decisions import Decision
 from fedpop.errors import SettingsError
 from fedpop.federation.cohort import Cohort
 from fedpop.kernels import Hierarchy, Kernel, Pass, Target, Tuning, resolve_kernel, run
-from fedpop.kernels.follow import carried, first_place, follows
+from fedpop.kernels.follow import carried, first_place, follows, whitened
 from fedpop.kernels.prior_chains import draw
 from fedpop.keys import Key, unit_of
 from fedpop.message import Tensors
@@ -141,6 +141,8 @@ class Sampler:
     hierarchy: Hierarchy
     kernel: Kernel
     chain: Chain
+    batches: bool = False
+    """Rounds may work on a batch of a unit's examples."""
 
     @cached_property
     def follows(self) -> bool:
@@ -168,19 +170,29 @@ class Sampler:
         rows = (len(units), 1)
         if self.follows:
             out |= {"mode": prior.mu(beta).repeat(rows), "width": prior.unit(beta).repeat(rows)}
+            out |= {"white": torch.zeros_like(z)} if self.batches else {}
         return out
 
     def run(
-        self, target: Target, local: Tensors, cohort: Cohort, steps: int, key: Key, states: Tensor | None
+        self,
+        target: Target,
+        local: Tensors,
+        cohort: Cohort,
+        steps: int,
+        key: Key,
+        *,
+        states: Tensor | None,
+        drawn: Tensor | None = None,
     ) -> Pass:
-        """The M transitions of a round, from where each chain stands (or from the prior)."""
+        """The M transitions of a round, from where each chain stands (or from the prior). Examples of units
+        ``drawn`` are others in every round."""
         z, tuning, mode, climbed = local["z"], Tuning.from_local(local), None, 0
         if not self.chain.stateful:
             prior, start = self.hierarchy.prior, key.at(purpose="stateless")
             z = draw(prior, target.beta, cohort.units, start, self.chain.chains, states)
         with torch.no_grad():
             if "mode" in local and follows(self.kernel, target):
-                z, mode, climbed = self._followed(target, z, local, tuning, cohort, key)
+                z, mode, climbed = self._followed(target, z, local, cohort, key, drawn)
             spent = batched = 0
             if self.burn_in:
                 z, tuning, spent, batched = self._burnt_in(target, z, tuning, cohort, key)
@@ -189,17 +201,23 @@ class Sampler:
             )
         if not spent + climbed and mode is None:
             return done
+        if drawn is not None and mode is not None:
+            with torch.no_grad():
+                scale = target.prior.unit(target.beta).expand_as(mode)
+                white = whitened(target, mode, done.state.z - mode.unsqueeze(1), scale)
+            done = replace(done, white=white)
         spent = spent + climbed + done.gradient_evaluations
         return replace(done, gradient_evaluations=spent, batched=done.batched + batched, mode=mode)
 
     def _followed(
-        self, target: Target, z: Tensor, local: Tensors, tuning: Tuning, cohort: Cohort, key: Key
+        self, target: Target, z: Tensor, local: Tensors, cohort: Cohort, key: Key, drawn: Tensor | None
     ) -> tuple[Tensor, Tensor, int]:
         """Chains moved along with their posteriors; those without a past put where theirs is."""
+        tuning = Tuning.from_local(local)
         first = tuning.updates == 0 if self.chain.stateful else torch.ones_like(tuning.updates).bool()
         spent = 0
         if bool((~first).any()):
-            z, mode, spent = carried(target, z, local["mode"], local["width"])
+            z, mode, spent = carried(target, z, local["mode"], local["width"], local.get("white"), drawn)
         if not bool(first.any()):
             return z, mode, spent
         place, top, more = first_place(target, cohort.units, self.chain.chains, key.at(purpose="place"))
@@ -230,6 +248,8 @@ class Sampler:
         new = {"z": done.state.z}
         if done.mode is not None:
             new |= {"mode": done.mode, "width": self.hierarchy.prior.unit(beta).expand_as(done.mode)}
+            if "white" in local:
+                new["white"] = local["white"] if done.white is None else done.white
         stored = {n: torch.where(good.reshape(-1, *[1] * (v.dim() - 1)), v, local[n]) for n, v in new.items()}
         return stored | done.tuning.to_local()
 

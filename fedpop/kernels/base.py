@@ -132,6 +132,8 @@ class Pass:
     """Independent draws, made at once: there is nothing to adapt."""
     mode: Tensor | None = None
     """Where the log-posterior is highest, ``[C, d]``, for chains that follow it."""
+    white: Tensor | None = None
+    """Where chains stand about it in its own width, ``[C, K, d]``, for rounds on batches."""
 
 
 class Noise:

@@ -12,6 +12,11 @@ what it has found of the posterior's shape; with theta at rest it is the identit
 the round: features with their dropout or shifted images, where there are such, since a second pass without
 would cost a third of a round.
 
+L_old is made of this round's examples, at the old mode. Where a round works on a batch of them these are
+others than the old mode was found for: at it they are fitted badly and their curvature is large, so that
+chains would be widened in every round, and the learned scale with them, without end. There the chain is
+stored as L_old' (z - old mode), of the examples of then.
+
 The mode is found by steps Q^-1 slope from the stored one, with Nesterov's extrapolation and restarts; Q
 bounds the curvature, so none of them overshoots. A client stands still once slope' Q^-1 slope is below
 ``MODE_TOLERANCE`` for each dimension. Where Q is far above the curvature a looser one leaves the mode far
@@ -76,9 +81,17 @@ def first_place(target: Target, units: Tensor, chains: int, key: Key) -> tuple[T
     return mode.unsqueeze(1) + factor.root_transposed(noise), mode, spent + 1
 
 
-def carried(target: Target, z: Tensor, old: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, int]:
+def carried(
+    target: Target,
+    z: Tensor,
+    old: Tensor,
+    scale: Tensor,
+    white: Tensor | None = None,
+    drawn: Tensor | None = None,
+) -> tuple[Tensor, Tensor, int]:
     """Chains z ``[C, K, d]`` moved along with their mode ``[C, d]`` and their width, which was found under
-    prior standard deviations ``scale`` ``[C, d]``; the new mode, and gradients it took.
+    prior standard deviations ``scale`` ``[C, d]``; the new mode, and gradients it took. ``white`` ``[C, K,
+    d]`` is what was stored of those whose examples are ``drawn`` ``[C]`` anew.
 
     A chain that this would leave far less probable than it was stays: its place was not by the old mode.
     """
@@ -87,23 +100,33 @@ def carried(target: Target, z: Tensor, old: Tensor, scale: Tensor) -> tuple[Tens
     rest = (mode == old).all(1) & (scale == target.prior.unit(target.beta)).all(1)
     if bool(rest.all()):
         return z, mode, spent
-    new = mode.unsqueeze(1) + _widened(target, mode, old, z - old.unsqueeze(1), scale)
+    apart = whitened(target, old, z - old.unsqueeze(1), scale)
+    if white is not None and drawn is not None:
+        apart = torch.where(drawn[:, None, None], white, apart)
+    new = mode.unsqueeze(1) + _coloured(target, mode, apart)
     before, after = target.value(z), target.value(new)
     stays = rest.unsqueeze(1) | ~(after > before - z.shape[2])
     return torch.where(stays.unsqueeze(2), z, new), mode, spent + 4
 
 
-def _widened(target: Target, mode: Tensor, old: Tensor, apart: Tensor, scale: Tensor) -> Tensor:
-    """L_new^-T L_old' apart, from the curvature at the new mode under the prior, and at the old mode under
-    the prior of then."""
+def whitened(target: Target, mode: Tensor, apart: Tensor, scale: Tensor) -> Tensor:
+    """L' apart, from the curvature at the mode ``[C, d]`` under a prior of these standard deviations."""
     local = target.likelihood
     assert isinstance(local, LinearLikelihood)
     if target.prior.covariance == "full":
         return apart
-    now, then = local.curvature_at(mode), local.curvature_at(old)
-    blocks, q = then.shape[1], then.shape[-1]
-    was = then.double() + torch.diag_embed(scale.double().square().reciprocal().reshape(-1, blocks, q))
+    curvature = local.curvature_at(mode)
+    blocks, q = curvature.shape[1], curvature.shape[-1]
+    was = curvature.double() + torch.diag_embed(scale.double().square().reciprocal().reshape(-1, blocks, q))
     root = torch.linalg.cholesky_ex(was)[0].to(apart.dtype)
     rows = apart.unflatten(-1, (blocks, q)).transpose(1, 2)
-    white = torch.matmul(rows, root).transpose(1, 2).flatten(-2)
-    return BlockPrecision.of(target.add_prior(now)).root_transposed(white)
+    return torch.matmul(rows, root).transpose(1, 2).flatten(-2)
+
+
+def _coloured(target: Target, mode: Tensor, white: Tensor) -> Tensor:
+    """L^-T white, from the curvature at the mode under the prior."""
+    local = target.likelihood
+    assert isinstance(local, LinearLikelihood)
+    if target.prior.covariance == "full":
+        return white
+    return BlockPrecision.of(target.add_prior(local.curvature_at(mode))).root_transposed(white)

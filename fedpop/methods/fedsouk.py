@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, Self
 
 import torch
@@ -128,9 +128,9 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         "Kotelevskii et al., NeurIPS 2022", personalised=True, memory="M d + d_phi", instance="itself"
     )
     private: ClassVar[tuple[str, ...]] = (
-        "z", "mode", "width", "mass_mean", "mass_variance", "mass_covariance",
+        "z", "mode", "width", "white", "mass_mean", "mass_variance", "mass_covariance",
     )  # fmt: skip
-    keeps: ClassVar[tuple[str, ...]] = ("z", "mode", "width", *Tuning.NAMES)
+    keeps: ClassVar[tuple[str, ...]] = ("z", "mode", "width", "white", *Tuning.NAMES)
     guarded: ClassVar[tuple[str, ...]] = ("I", "J")
     compressed: ClassVar[tuple[str, ...]] = ("J",)
     clipped: ClassVar[tuple[str, ...]] = guarded
@@ -155,7 +155,7 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
     @cached_property
     def sampler(self) -> Sampler:
         kernel = resolve_kernel(self.kernel, self.model, self.hierarchy.prior)
-        return Sampler(self.hierarchy, kernel, self.chain)
+        return Sampler(self.hierarchy, kernel, self.chain, batches=self.rows is not None)
 
     @property
     def draws_by(self) -> Kernel:
@@ -298,7 +298,9 @@ class FedSOUK(Hierarchical, Remembers, Staged, FindsRate):
         features = map_inputs(Tensor.detach, work.features)
         target = self.hierarchy.target(phi, beta, features, cohort, work.keys, noise)
 
-        done = self.sampler.run(target, local, cohort, steps, key, states)  # lines 5 to 15
+        anew = None if share is None else share > 1
+        run = partial(self.sampler.run, states=states, drawn=anew)
+        done = run(target, local, cohort, steps, key)  # lines 5 to 15
         draws = done.draws.flatten(1, 2)
         i = self.sampler.scores(target, done, draws, self.on_beta.form)  # line 17
         good = self.sampler.fit_to_send(target, done, i)

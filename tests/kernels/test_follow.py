@@ -11,7 +11,7 @@ import torch
 
 import fedpop as fp
 from fedpop.kernels import HMC, Exponential, Target
-from fedpop.kernels.follow import MODE_TOLERANCE, carried, first_place, follows, mode_from
+from fedpop.kernels.follow import MODE_TOLERANCE, carried, first_place, follows, mode_from, whitened
 from fedpop.keys import Key
 from tests.helpers import run_of
 from tests.oracles import DOUBLE, assert_mean, cohort_of, gaussian_cases, make_case
@@ -63,6 +63,29 @@ def test_gaussian_posteriors_are_carried_onto_one_another(covariance):
     assert bool((far <= MODE_TOLERANCE * d).all())
 
 
+@pytest.mark.parametrize("covariance", ["isotropic", "diagonal"])
+def test_chains_are_carried_from_one_batch_of_examples_to_another(covariance):
+    """Columns of a root of the posterior's covariance given some rows become, stored in their own width,
+    those of a root given other rows."""
+    case = next(c for c in gaussian_cases() if c.prior.covariance == covariance)
+    target, units = case.target([2, 1, 2]), [1, 2, 0]  # others than those of then
+    old = case.target(units)
+    mean, cov = old.moments()
+    chains, scale = torch.linalg.cholesky(cov).mT, old.prior.unit(old.beta).expand(3, -1)
+    white = whitened(old, mean, chains, scale)
+    eye = torch.eye(len(case.mu), dtype=white.dtype)
+    torch.testing.assert_close(white.mT @ white, eye.expand(3, -1, -1))
+    all_of_them, first = torch.ones(3, dtype=torch.bool), torch.tensor([True, False, False])
+    new, mode, _ = carried(target, mean.unsqueeze(1) + chains, mean, scale, white, all_of_them)
+    apart = new - mode.unsqueeze(1)
+    torch.testing.assert_close(torch.einsum("cki,ckj->cij", apart, apart), case.gaussian.cov[[2, 1, 2]])
+    mixed, _, _ = carried(target, mean.unsqueeze(1) + chains, mean, scale, white, first)
+    without, _, _ = carried(target, mean.unsqueeze(1) + chains, mean, scale)
+    assert torch.equal(mixed[0], new[0])
+    assert torch.equal(mixed[1:], without[1:])
+    assert not torch.allclose(mixed[0], without[0])
+
+
 def test_a_chain_far_from_its_mode_stays_where_that_is_more_probable():
     case = CASES[0]
     target = case.target()
@@ -98,7 +121,7 @@ def test_with_theta_at_rest_chains_keep_the_posterior(case):
     sums, squares = 0.0, 0.0
     good = torch.ones(3, dtype=torch.bool)
     for k in range(100):
-        done = sampler.run(target, local, cohort, 2, Key(3, round=k), None)
+        done = sampler.run(target, local, cohort, 2, Key(3, round=k), states=None)
         local = sampler.states(done, local, case.beta, good)
         if k >= 10:
             sums, squares = sums + done.draws.mean(1), squares + done.draws.square().mean(1)

@@ -1,6 +1,7 @@
 """A round on a batch of each client's examples: chains, I and J are those of the batch, J times n over it."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,3 +149,36 @@ def test_a_round_costs_the_passes_of_its_batches() -> None:
     federation = fp.Federation.of(clients)
     assert rounds_within(method, federation, 10 * 19, 0, Uniform(4)) == 10
     assert rounds_within(method.replace(batch=None), federation, 10 * 26, 0, Uniform(4)) == 10
+
+
+# --- the prior's scale ---------------------------------------------------------------------------
+
+
+def test_batches_do_not_widen_the_prior() -> None:
+    """Heads drawn from the prior, classes from the heads: over clients, the mean score of the prior's scale
+    given any batch is 0. Chains that were widened by the curvature of the new batch at the old mode, which
+    fits it badly, had a large one, and the learned scale grew without end."""
+    clients, examples, inputs, classes, rounds = 12, 200, 64, 10, 12
+    rng = torch.Generator().manual_seed(0)
+    x = 1.4 * torch.randn(clients, examples, inputs, generator=rng).relu()  # outputs of about 8
+    heads = torch.randn(clients, inputs, classes, generator=rng)
+    y = torch.multinomial((x @ heads).softmax(-1).flatten(0, 1), 1, generator=rng).reshape(clients, examples)
+    model = fp.Composition(None, nn.Linear(inputs, classes, bias=False), "categorical")
+    sampler = replace(fp.FedSOUL(model, engine="sampled").sampler, batches=True)
+    cohort = cohort_of(model, list(zip(x, y, strict=True)))
+    d, phi, everyone = model.z_layout.size, model.initial_phi(), torch.ones(clients, dtype=torch.bool)
+    beta = torch.zeros(d + 1)  # mean 0, standard deviation 1
+
+    def score_of_scale(drawn: Tensor | None) -> Tensor:
+        local, found = sampler.enter(cohort.units, beta, Key(1), None), []
+        for k in range(rounds):
+            part = cohort.drawn(50, Key(2, k))
+            target = sampler.hierarchy.target(phi, beta, model.features(phi, part), part)
+            done = sampler.run(target, local, part, 10, Key(3, round=k), states=None, drawn=drawn)
+            found.append(sampler.scores(target, done, done.draws.flatten(1, 2), "mixed")[:, -1] / d)
+            local = sampler.states(done, local, beta, everyone)
+        return torch.stack(found[rounds // 2 :]).mean(0)
+
+    found, widened = score_of_scale(everyone), score_of_scale(None)
+    assert abs(float(found.mean())) < 0.05  # chains of a dozen rounds are still finding their width
+    assert float(widened.mean()) > 0.2
