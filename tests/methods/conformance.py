@@ -29,7 +29,7 @@ SIZES = (4, 3, 6, 5, 2, 3, 4)
 """Seven, so that there are two sums over three, and enough for the guard."""
 EVERYONE = torch.arange(len(NAMES))
 
-SHORT = {"local_steps": 3, "chain": fp.chains.Chain(burn_in=4), "final": fp.chains.Final(2, 3, 2)}
+SHORT = {"local_steps": 3, "batch": 2, "chain": fp.chains.Chain(burn_in=4), "final": fp.chains.Final(2, 3, 2)}
 SETTINGS: dict[str, dict[str, Any]] = {
     "FedSOUL": SHORT,
     "FedSOUK": SHORT,
@@ -70,7 +70,13 @@ def curved() -> fp.Composition:
     return fp.Composition(seeded(nn.Linear(3, 2).to(WIDE), 1), seeded(head.to(WIDE), 2), "categorical")
 
 
-MODELS = {"linear": linear, "softmax": softmax, "curved": curved}
+def network() -> fp.Composition:
+    """So many weights that rounds of FedSOUL work on a batch of a client's examples."""
+    body = nn.Sequential(nn.Linear(3, 120), nn.Tanh(), nn.Linear(120, 2))
+    return fp.Composition(seeded(body.to(WIDE), 1), seeded(nn.Linear(2, 3).to(WIDE), 2), "categorical")
+
+
+MODELS = {"linear": linear, "softmax": softmax, "curved": curved, "network": network}
 
 
 def clients(kind: str, seed: int = 0) -> dict[str, tuple[Tensor, Tensor]]:

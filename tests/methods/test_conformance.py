@@ -91,7 +91,7 @@ def test_holds_can_tell() -> None:
     assert not holds(torch.zeros(4), secret)
 
 
-@every("linear", "softmax", "curved")
+@every("linear", "softmax", "curved", "network")
 def test_private_state_is_in_no_encoded_message(name: str, kind: str) -> None:
     """Neither as it was before a round nor as it is after it, nor a multiple; questions before the rounds
     included."""
