@@ -27,6 +27,7 @@ if _TYPE_CHECKING:
     )
     from fedpop.client.local_sgd import LocalSGD
     from fedpop.comparison import compare
+    from fedpop.comparison.search import tune
     from fedpop.federation.clients import Client, Federation, Table
     from fedpop.federation.held_out import hold_out
     from fedpop.methods import (
@@ -73,6 +74,7 @@ else:
         "data": "fedpop",
         "fit": "fedpop.run.simulate",
         "mixed_model": "fedpop.mixed.model",
+        "tune": "fedpop.comparison.search",
     }
 
     def __getattr__(name: str) -> _Any:
@@ -150,4 +152,5 @@ __all__ = [
     "priors",
     "privacy",
     "steps",
+    "tune",
 ]
