@@ -10,6 +10,7 @@ from torch import nn
 
 import fedpop as fp
 from fedpop.errors import DataError, SettingsError
+from tests.helpers import seeded
 
 
 def clients(test: float = 0.2) -> fp.Federation:
@@ -18,7 +19,7 @@ def clients(test: float = 0.2) -> fp.Federation:
 
 
 def ditto(rate: float = 1e-5) -> fp.Ditto:
-    model = fp.Composition(None, nn.Linear(1, 1), fp.likelihoods.Normal(0.1))
+    model = fp.Composition(None, seeded(nn.Linear(1, 1)), fp.likelihoods.Normal(0.1))
     return fp.Ditto(model, personal=fp.LocalSGD(rate=rate))
 
 
