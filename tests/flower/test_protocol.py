@@ -26,7 +26,7 @@ from fedpop.version import __version__
 from tests.flower.sites import transport_on
 from tests.flower.tables import ages, planned, table, tables_at
 
-SPOKEN = {1: "aaa81d28b89d374f"}
+SPOKEN = {1: "3bb549f5ccdedfb3"}
 """The beginning of a digest of what is said, by the protocol's number."""
 
 
