@@ -184,7 +184,7 @@ class _Rows:
         return replace(self, used=used)
 
     def _blocks(self) -> Iterator[tuple[Tensor, slice]]:
-        for first in range(0, len(self.x), ROWS_AT_ONCE):
+        for first in range(0, max(len(self.x), 1), ROWS_AT_ONCE):  # one without rows, where there are none
             at = slice(first, first + ROWS_AT_ONCE)
             x = self.x[at].to(torch.float64)
             if self.used is not None:
@@ -197,14 +197,12 @@ class _Rows:
 
     def per_unit(self, part: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """Of what each row gives, the sum over a unit's rows, ``[C, ...]``."""
-        out: Tensor | None = None
+        sums: list[Tensor] = []
         for x, at in self._blocks():
             value = part(x, at)
-            out = value.new_zeros((self.units, *value.shape[1:])) if out is None else out
-            out.index_add_(0, self.owner[at], value)
-        if out is None:
-            out = self.x.new_zeros(self.units, dtype=torch.float64)
-        return out
+            zeros = value.new_zeros((self.units, *value.shape[1:])) if not sums else sums.pop()
+            sums.append(zeros.index_add_(0, self.owner[at], value))
+        return sums[0]
 
 
 def _cross(rows: _Rows, y: Tensor) -> Tensor:

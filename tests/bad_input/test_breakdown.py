@@ -84,13 +84,19 @@ def among(units: Tensor, share: float) -> Tensor:
 # --- one absurd client -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in ABLE if n not in ("FedSOUK", "FedSOUL")])
+@pytest.mark.parametrize("name", [n for n in ABLE if n not in ("FedSOUK", "FedSOUL", "PFedBayes")])
 @pytest.mark.parametrize("scale", [1e6, 1e18])
 def test_a_column_in_another_unit_is_named_and_does_not_count(name: str, scale: float) -> None:
     population = method_of(name).fit(data(scale), rounds=3)
     assert [m["left_out"] for m in population.history] == [[CULPRIT]] * 3
     usual = theta(method_of(name).fit(data(), rounds=3))
     assert float(theta(population).norm()) < 10 * float(usual.norm())
+
+
+def test_steps_of_adam_are_no_longer_in_another_unit() -> None:
+    """So that nothing of them is out of proportion, and nobody is moved far."""
+    found, usual = (theta(method_of("PFedBayes").fit(data(scale), rounds=3)) for scale in (1e6, 1.0))
+    assert float(found.norm()) < 2 * float(usual.norm())
 
 
 @pytest.mark.parametrize("name", ABLE)

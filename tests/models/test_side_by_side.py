@@ -167,7 +167,7 @@ def test_chains_deep_inside_a_large_network_are_short() -> None:
     small = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
     deep = fp.FedSOUL(fp.Split(wide, personal="2.bias", likelihood="categorical"))
     assert deep.model.deep
-    assert (deep.steps, deep.sampler.kernel, deep.sampler.burn_in) == (2, fp.kernels.HMC(leapfrog=2), 10)
+    assert (deep.steps, deep.sampler.kernel, deep.sampler.burn_in) == (1, fp.kernels.HMC(leapfrog=2), 10)
     assert fp.FedSOUL(deep.model, local_steps=7).steps == 7
     for model in (fp.Split(wide, "4.*", "categorical"), fp.Split(small, "0.bias", "categorical")):
         assert not model.deep

@@ -60,3 +60,11 @@ def test_the_page_has_the_records_of_hostile_clients() -> None:
     assert len(rows) == 9
     for row in rows:
         assert row.replace("|  |", "| |") in PAGE
+
+
+def test_the_page_has_the_accuracies_on_images() -> None:
+    told = []
+    for name in ("FedSOUL", "FedRep", "FedAvg"):
+        (accuracy,) = values(committed().of(privacy.image_setting(name), "epsilon 4"), "accuracy")
+        told.append(f"{name} {100 * accuracy:.1f} %")
+    assert ", ".join(told) in " ".join(PAGE.split())
