@@ -159,8 +159,9 @@ def test_a_site_of_several_groups_sends_their_sum(name: str, tmp_path: Path) -> 
 # --- before the rounds ---------------------------------------------------------------------------
 
 
-def test_trial_rounds_find_the_simulators_step(tmp_path: Path) -> None:
+def test_trial_rounds_find_the_simulators_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is a separate experiment at the sites, which forget it at the end; to the bit."""
+    monkeypatch.setattr("fedpop.methods.fedsouk.RATE_TRIAL_ROUNDS", 3)
     method, data = fp.FedSOUL.paper(linear_model(), local_steps=2), four("linear")
     assert method.rate() is None
     elsewhere, grid = across(method, data, tmp_path, rounds=2)
