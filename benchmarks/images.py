@@ -54,7 +54,7 @@ def federation(clients: int) -> fp.Federation:
 
 
 def begun(clients: fp.Federation, model: fp.Composition, active: int) -> Run:
-    method = fp.FedSOUL(model).prepared(clients.example)
+    method = fp.FedSOUL(model, batch=None).prepared(clients.example)
     run = Run(method, method.model.checked(clients), Settings(1000, 0, fp.participation.Uniform(active)))
     run.begin()
     return run
@@ -87,7 +87,7 @@ def measure(advance: Advance) -> list[Record]:
         f"round {n}": on(n, run.train_round) for n in (1, 2)
     }
     laps = in_turns(programs, seconds=SECONDS, least=LEAST, advance=lambda s: advance(0.2 + 0.6 * s))
-    population = fp.FedSOUL(model).fit(few, rounds=1, progress=False)
+    population = fp.FedSOUL(model, batch=None).fit(few, rounds=1, progress=False)
     end = lap(lambda: fp.evaluate(population, "test"))
     metrics = _speeds(laps) | Spread.of([s.cpu for s in setups]).metrics("setup_seconds")
     million = MILLION * median(a.cpu for a in laps["bare 1"]) / (ACTIVE * IMAGES)
@@ -121,7 +121,9 @@ def alone() -> float:
     model = ImageTask().model(seed=0)
     short = fp.chains.Final(draws=2, burn_in=2)
     everyone = federation(ALL)
-    population = fp.FedSOUL(model, final=short).fit(everyone, rounds=2, participation=10, progress=False)
+    population = fp.FedSOUL(model, batch=None, final=short).fit(
+        everyone, rounds=2, participation=10, progress=False
+    )
     fp.evaluate(population, "test", widths=False)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 

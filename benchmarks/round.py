@@ -103,7 +103,7 @@ def bare(model: fp.Composition, x: Tensor, y: Tensor, batch: int) -> Callable[[]
 
 def begun(case: Case, model: fp.Composition, federation: fp.Federation) -> Run:
     settings = {"kernel": case.kernel, "local_steps": case.steps, "compressor": case.compressor}
-    method = fp.FedSOUL(model, engine="sampled", **settings, **case.on_phi)
+    method = fp.FedSOUL(model, engine="sampled", batch=None, **settings, **case.on_phi)
     run = Run(method, federation, Settings(1000, 0, fp.participation.Uniform(ACTIVE)))
     run.begin()
     run.totals.clear()
