@@ -205,6 +205,8 @@ class Sampler:
             with torch.no_grad():
                 scale = target.prior.unit(target.beta).expand_as(mode)
                 white = whitened(target, mode, done.state.z - mode.unsqueeze(1), scale)
+            # Nobody's state may depend on whether others' examples were drawn.
+            white = torch.where(drawn[:, None, None], white, local["white"])
             done = replace(done, white=white)
         spent = spent + climbed + done.gradient_evaluations
         return replace(done, gradient_evaluations=spent, batched=done.batched + batched, mode=mode)
